@@ -1,6 +1,6 @@
 """Collectives on nodes: fast links inside a node, a network between nodes, as NCCL runs them.
 
-Steps and bytes of the ring and the double binary tree after NCCL's tuning model
+Steps and bytes of the ring and the double binary tree follow NCCL's tuning model
 (src/graph/tuning.cc) and Sanders, Speck and Traeff 2009 ("Two-tree algorithms for full bandwidth
 broadcast, reduction and scan"). Both levels work at once (chunks are pipelined), so the slower one
 counts. NCCL changes algorithm and protocol with the size; here one latency and one rate stand for
@@ -26,7 +26,7 @@ def nodes_coefficients(
 ) -> tuple[float, float]:
     """(alpha_s, beta_s_per_byte) of a group with `inside` members in each node it touches.
 
-    Every device of a node drives its own share of the network at once. `kind` is a `Collective`.
+    All devices of a node drive their shares of the network at once. `kind` is a `Collective`.
     """
     fast, slow = cluster.link, cluster.network or cluster.link
     size = 1
@@ -80,7 +80,7 @@ def _wired_share(
 ) -> float:
     """Part of a device's links that lead to its group (or only to the next member), at worst.
 
-    Two devices without a link of their own are taken to have one, through a third.
+    Two devices without a direct link count as having one link, through a third device.
     """
     table, count = np.asarray(wires), len(wires)
     size = 1

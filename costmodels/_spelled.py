@@ -1,4 +1,4 @@
-"""Clusters as clouds and people name them, in the form of `parse_cluster`."""
+"""Converts the cluster names of clouds and other spellings to the form of `parse_cluster`."""
 
 from __future__ import annotations
 
@@ -121,15 +121,15 @@ _MACHINE = re.compile(r"(?:(\d{1,6})\s*x\s*)?([a-z][\w.-]*)")
 
 
 def respelled(text: str) -> str:
-    """A cluster text for another spelling: an accelerator type of Cloud TPU (``v5p-64``: 64 cores,
-    32 chips; ``v5litepod-16``; ``v5e-16+2``: two slices), a number of chips that
-    has a usual shape (``v5p:64``; any other is a ring or a line), a count
-    of devices (``8xH100``, ``2x8xA100``: 2 nodes of 8), or a machine type (``p5.48xlarge``,
-    ``4xa3-ultragpu-8g``, ``2xnvl72``). Any other text is returned as it is.
+    """The cluster text for another spelling: an accelerator type of Cloud TPU (``v5p-64``: 64
+    cores, 32 chips; ``v5litepod-16``; ``v5e-16+2``: two slices), a number of chips that has a usual
+    shape (``v5p:64``; any other is a ring or a line), a count of devices (``8xH100``, ``2x8xA100``:
+    2 nodes of 8), or a machine type (``p5.48xlarge``, ``4xa3-ultragpu-8g``, ``2xnvl72``). Any other
+    text is returned unchanged.
 
     Raises:
-        ClusterError: no such slice is offered, machines fill no whole NVLink domains, or a name is
-            close to a machine's.
+        ClusterError: no such slice is offered, the machines do not fill whole NVLink domains, or a
+            name is close to a machine's.
 
     >>> respelled("v5p-64"), respelled("v5p:64"), respelled("2x8xH100")
     ('v5p:2x4x4', 'v5p:4x4x4', 'h100:8x2')
@@ -173,7 +173,7 @@ _ALIASES = {
 
 
 def meant(text: str) -> str:
-    """What a text that is no cluster most likely stands for; empty if that can't be told.
+    """The cluster that an invalid text most likely stands for; empty if there is no good guess.
 
     >>> meant("H100 x 8"), meant("2x8A100"), meant("h100"), meant("v5p-64x2"), meant("nonsense")
     ('h100:8', 'a100:8x2', 'h100:8', 'v5p:2x4x4+2', '')
@@ -211,14 +211,14 @@ def meant(text: str) -> str:
 
 
 MOST_DEVICES = 1_000_000
-"""Devices of a cluster that is proposed, at most."""
+"""Largest number of devices of a proposed cluster."""
 MOST_NODES = 128
 """Nodes of the largest cluster of GPUs that ``usual_sizes`` names."""
 
 
 def usual_sizes(kind: str) -> tuple[str, ...]:
-    """Clusters of a kind of device in the sizes that it is rented in, smallest first: the slices
-    of TPUs and Trainium, parts of a node of GPUs and then 1, 2, 4, ... nodes.
+    """Clusters of a device kind in the sizes that clouds rent out, smallest first: the slices of
+    TPUs and Trainium, parts of a node of GPUs and then 1, 2, 4, ... nodes.
 
     Raises:
         ClusterError: unknown device, or one whose usual sizes are not known.

@@ -1,11 +1,11 @@
 """Fit a device kind's constants to measured programs: nonlinear least squares in log time.
 
-A measured program is told by what the cost model would count in it, so the constants are those with
-which *the model* gives the measured times, whatever it leaves out. The residual of a sample is
-log(predicted / measured): a factor off counts alike for short and long programs, and the loss grows
-less than quadratically (soft L1), so that a program which the model's form does not suit can't bend
-all others (Triggs et al. 2000, "Bundle adjustment - a modern synthesis", section 3.2). A constant
-that the programs hardly tell stays near the catalog's.
+A sample describes a measured program by the quantities that the cost model counts in it. The fit
+yields the constants with which *the model* reproduces the measured times, whatever it leaves out.
+The residual of a sample is log(predicted / measured), so a factor counts the same for short and
+long programs. The loss grows less than quadratically (soft L1), so a program that the model's form
+does not suit can't distort the fit to all others (Triggs et al. 2000, "Bundle adjustment - a modern
+synthesis", section 3.2). A constant that the programs hardly determine stays near the catalog's.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ SOFT = 0.2
 """Residual (in log time) from which the loss grows linearly."""
 PRIOR = 0.02
 """Weight of a constant's distance (in log) from the catalog's: a factor of e off counts as much as
-a program that is 2 % off. It decides where the programs do not."""
+a program that is 2 % off. It determines the constants that the programs do not."""
 STARTS = (0.5, 0.1, 0.02)
-"""Shares of the vector rate where fits start: where it is too high to matter, nothing moves it."""
+"""Fractions of the vector rate at which fits start: a rate too high to matter has no gradient."""
 LEAST, MOST = 1e-3, 1e3
 """A constant stays within these factors of where its fit starts."""
 DIGITS = 4
@@ -64,7 +64,7 @@ class CollectiveCount:
 
 @dataclasses.dataclass(frozen=True)
 class CopyCount:
-    """A copy of ``nbytes`` of one device to its host or back."""
+    """A copy of ``nbytes`` from one device to its host or back."""
 
     nbytes: float
 
@@ -101,7 +101,7 @@ class Residual:
 class Calibration:
     """Fitted constants, as tables and keys of the catalog, and what they leave unexplained.
 
-    ``kept``: constants (``table.key``) that no sample told, so that the catalog's value stays.
+    ``kept``: constants (``table.key``) that no sample determines; they stay at the catalog's value.
     """
 
     constants: tuple[tuple[str, str, float], ...]
@@ -117,7 +117,7 @@ class Calibration:
 
 
 def predicted_s(cluster: Cluster, sample: Sample) -> float:
-    """Seconds that the analytic cost model gives a sample; nothing in it hides."""
+    """Seconds that the analytic cost model predicts for a sample, without any overlap."""
     model = AnalyticCostModel(cluster)
     compute = communication = 0.0
     for k in sample.kernels:
@@ -137,16 +137,16 @@ def fit(
 ) -> Calibration:
     """The constants with which the cost model comes closest to the samples.
 
-    Rates come out as achieved ones: the efficiencies beside them are 1. What no sample tells stays
-    at the catalog's value (``Calibration.kept``): networks between nodes on a cluster of one node,
-    the share of communication that hides. Rates of dtypes that were not measured move with those
-    that were. Device constants are fitted to the samples of kernels alone, the others' then to the
-    rest.
+    Fitted rates are achieved rates: the efficiencies beside them are 1. Constants that no sample
+    determines stay at the catalog's value (``Calibration.kept``): networks between nodes on a
+    cluster of one node, the share of communication that hides. Rates of dtypes that were not
+    measured change by the average factor of the measured ones. Device constants are fitted first,
+    to the samples of kernels alone, then the others to the remaining samples.
 
     Args:
         cluster: the text of the cluster that was measured.
         samples: at least one without collectives; seconds are positive.
-        untold: keys of device constants that these samples do not tell.
+        untold: keys of device constants that these samples do not determine.
 
     Raises:
         ValueError: no sample without collectives, or a time that is not positive.
@@ -196,11 +196,11 @@ def residuals(cluster: Cluster, samples: Iterable[Sample]) -> tuple[Residual, ..
 
 
 _TIMED = ("device", "intra_node", "inter_node", "torus", "inter_slice", "host")
-"""Tables of constants that make times."""
+"""Tables of constants that times depend on."""
 
 
 def _kept(fitted: Description, fitted_names: set[_Name]) -> tuple[str, ...]:
-    """The constants of time that no sample told, as ``table.key``."""
+    """The constants that times depend on and no sample determines, as ``table.key``."""
     shares = ("convolution_efficiency", "attention_efficiency", "overlap", "combined_latency")
     return tuple(
         f"{table}.{key}"
@@ -240,7 +240,7 @@ def _achieved(given: Description) -> dict[str, dict[str, float]]:
 def _unmeasured_peaks(
     known: dict[str, dict[str, float]], fitted: Description, samples: Sequence[Sample]
 ) -> dict[str, dict[str, float]]:
-    """Rates of dtypes that no product was measured in: moved as those that were, on average."""
+    """Rates of dtypes without a measured product, scaled by the mean factor of the measured."""
     old, new = known["peak_flops_per_s"], fitted.entry["peak_flops_per_s"]
     measured_dtypes = {k.dtype for s in samples for k in s.kernels if k.kind == "matmul"} & set(old)
     if not measured_dtypes:
@@ -254,7 +254,7 @@ _Name = tuple[str, str]
 
 
 def _device_names(samples: Sequence[Sample], untold: frozenset[str]) -> list[_Name]:
-    """The device constants that these samples tell."""
+    """The device constants that these samples determine."""
     counts = [k for s in samples for k in s.kernels]
     products = sorted({k.dtype for k in counts if k.kind == "matmul"})
     names = [("peak_flops_per_s", dtype) for dtype in products]
@@ -267,7 +267,7 @@ def _device_names(samples: Sequence[Sample], untold: frozenset[str]) -> list[_Na
 
 
 def _link_names(given: Description, samples: Sequence[Sample]) -> list[_Name]:
-    """The constants of links that these samples tell."""
+    """The link constants that these samples determine."""
     torus = "torus" in given.entry
     names = [("torus" if torus else "intra_node", key) for key in _LINK]
     cluster = build_cluster(given)
@@ -294,7 +294,7 @@ _FROM = {"step_latency_s": 1e-4, "startup_s": 1e-5, "latency_s": 1e-6, "kernel_l
 def _fitted(
     given: Description, names: Sequence[_Name], samples: Sequence[Sample]
 ) -> dict[str, dict[str, float]]:
-    """The named constants, fitted to the samples from where ``given`` has them."""
+    """The named constants, fitted to the samples; the fit starts from the values in ``given``."""
     from scipy.optimize import least_squares
 
     first = np.asarray([max(given.entry[t][k], _FROM.get(k, 1e-2)) for t, k in names], float)

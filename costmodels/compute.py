@@ -1,5 +1,6 @@
-"""Time of one kernel on one device: a roofline (Williams, Waterman and Patterson 2009) whose
-products also pay for writing their result, and for attention a rate that depends on its shape."""
+"""Time of one kernel on one device: a roofline (Williams, Waterman and Patterson 2009) in which
+matrix products also pay for writing their result, and attention runs at a rate that depends on its
+shape."""
 
 from __future__ import annotations
 
@@ -69,21 +70,22 @@ def op_time_s(
 
     Args:
         device: the device.
-        flops: flop; of fused attention times `attention_drag`.
+        flops: flop; for fused attention, multiplied by `attention_drag`.
         bytes_moved: bytes of device memory traffic, operands and results.
         dtype: dtype name of the operands.
         kind: "vector" runs at the device's vector rate, or the dtype's peak where that is lower;
             "matmul" at the dtype's peak times `matmul_efficiency`; "convolution" and "attention"
             at that peak times the efficiency of their name.
-        result_bytes: of a matmul or a convolution, the bytes of its result, of elements no narrower
-            than `lane_bytes`. They cost `matmul_store` times their memory time, and join the flop
-            in a norm of `store_power`: 1 is one after the other, a large power the slower of the
-            two. So a short contraction, which makes much result for few flop, is slow.
+        result_bytes: for a matmul or a convolution, the bytes of its result, with elements no
+            narrower than `lane_bytes`. They cost `matmul_store` times their memory time, and a norm
+            with power `store_power` combines this with the time of the flop: power 1 adds the two,
+            a large power takes the slower. A short contraction writes many bytes per flop, so it is
+            slow.
 
     Returns:
-        The larger of compute time (with the result's) and memory time: an array where any of the
-        counts is one (they broadcast), else a float. Grows with every count, and splitting all
-        counts n ways divides it by n. Raises nothing of its own.
+        The larger of compute time (with the result's) and memory time: an array if any of the
+        counts is an array (they broadcast), else a float. It grows with every count. Dividing all
+        counts by n divides it by n. The function raises no errors itself.
     """
     peak = device.matmul_flops_per_s(dtype)
     byte_s = 1.0 / (device.memory_bytes_per_s * device.memory_efficiency)

@@ -28,7 +28,7 @@ _UNITS = {
     **{"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12},
     **{"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40},
 }
-# A narrow dtype without its own peak is widened to the first of these that the device has.
+# A narrow dtype without a peak is widened to the first of these that the device has.
 _WIDENED_TO = ("bfloat16", "float16", "float32")
 _NARROW = ("float8", "int8", "bfloat16", "float16")
 
@@ -40,21 +40,21 @@ class Device:
     `peak_flops_per_s` holds (dtype name, dense matmul flop/s) pairs; `vector_flops_per_s` is the
     flop/s of everything that is not a matmul; `memory_bytes` bytes; `memory_bytes_per_s` bytes/s;
     `matmul_efficiency`, `convolution_efficiency`, `attention_efficiency` and `memory_efficiency`
-    are the fractions of the peaks that the best shapes achieve, in (0, 1]; `matmul_store` says how
-    many times a product pays for writing its result, and `store_power` how little of that is
-    beside its flop, at least 1 (see `op_time_s`); `lane_bytes` are the least bytes that an
-    element counts in the vector unit; `fast_memory_bytes` is the largest operand that a product
-    keeps beside its core while it updates parameters, too (0: it does not); `kernel_latency_s` is
+    are the fractions of the peaks that the best shapes achieve, in (0, 1]; `matmul_store` is how
+    many times a product pays for writing its result, and `store_power`, at least 1, is the power of
+    the norm that combines this with the time of its flop (see `op_time_s`); `lane_bytes` is the
+    smallest number of bytes that an element counts in the vector unit; `fast_memory_bytes` is the
+    size of the largest operand that a product holds in fast memory while it also updates
+    parameters (0: products do not update parameters); `kernel_latency_s` is
     the cost of starting one kernel in seconds, `step_latency_s` that of starting a step; `overlap`,
     `overlap_ahead` and `overlap_behind` are the shares of communication that hide under compute:
     where compute waits for it, where it runs ahead of its use (gathers of parameters), where little
     waits for it (reductions of gradients); `combined_latency` is the share of its latency that a
-    collective of parameters or gradients keeps when the compiler may combine it with others; all
-    are in [0, 1]; `fuses_operands`
-    tells whether the compiler computes elementwise operands inside matrix products, which read
-    them as bfloat16; the two minor dimensions of an array are padded to `tile_rows` and
-    `tile_lanes` elements; `memory_reserve` is the share of the memory that the runtime keeps from
-    programs, in [0, 1).
+    collective of parameters or gradients retains when the compiler may combine it with others; all
+    are in [0, 1]; `fuses_operands` is whether the compiler computes elementwise operands inside
+    matrix products, which read them as bfloat16; the two minor dimensions of an array are padded
+    to `tile_rows` and `tile_lanes` elements; `memory_reserve` is the share of the memory that the
+    runtime reserves, in [0, 1).
     """
 
     kind: str
@@ -90,9 +90,9 @@ class Device:
     def matmul_flops_per_s(self, dtype: str) -> float:
         """Dense matmul peak in flop/s for a dtype name such as 'bfloat16' or 'float8_e4m3fn'.
 
-        A narrow dtype the device has no figure for runs at the rate of the type it is widened
-        to, float64 without a figure at the vector rate; integers wider than 8 bits, booleans and
-        complex64 run at the float32 rate, complex128 at the float64 rate.
+        A narrow dtype without a figure for this device runs at the rate of the type that it is
+        widened to, and float64 without a figure at the vector rate. Integers wider than 8 bits,
+        booleans and complex64 run at the float32 rate, complex128 at the float64 rate.
         """
         peaks = dict(self.peak_flops_per_s)
         name = _dtype_class(dtype)
@@ -106,11 +106,11 @@ class Device:
 class Link:
     """Achievable rate of one device in one direction (bytes/s), and latency of a step (s).
 
-    On a torus it is one link, one way, and the latency is that of one hop. `startup_s` is the
-    fixed cost of a collective that uses the link. Where a switch adds up what passes through it,
-    `reduce_bytes_per_s` is its rate per device (else 0) and `reduce_latency_s` the fixed cost of
-    such an all-reduce. `wires` holds the number of links between each two devices of a node, or
-    nothing where a switch joins them all.
+    On a torus, the rate is that of one link in one direction, and the latency that of one hop.
+    `startup_s` is the fixed cost of a collective that uses the link. If the switch reduces the data
+    that passes through it, `reduce_bytes_per_s` is its rate per device (else 0) and
+    `reduce_latency_s` the fixed cost of such an all-reduce. `wires` holds the number of links
+    between each two devices of a node; it is empty if a switch connects them all.
     """
 
     bytes_per_s: float
@@ -130,7 +130,7 @@ class Cluster:
     length is a multiple of `wrap_multiple` is a ring, any other a line. Several `slices`, each
     such a torus, are joined by `network`. `host` joins each device to the memory of its host,
     whose share for one device is `host_memory_bytes` (0: not known).
-    `text` is what `parse_cluster` takes to give this cluster again.
+    `text` is the cluster text that `parse_cluster` reads.
     """
 
     text: str
@@ -159,12 +159,12 @@ def parse_cluster(text: str) -> Cluster:
     """Cluster from 'h100:8x4', 'h100:8', 'v5p:4x4x8', 'v5e:16x16+4', 'cpu:8', a .toml path, or a
     .toml path and another size of the same kind, 'profile.toml:8x4'.
 
-    '+4' says that 4 such slices are joined by the data-centre network (a torus only). Rates come
-    in flop/s and bytes/s, latencies in seconds, sizes in bytes. The rates of a kind with
-    `shared_cores` are the host's, divided by the devices of a node. Counts and clouds' names will
-    do as well: '8xH100', '2x8xA100' (2 nodes of 8), 'v5p-64' (64 cores: 32 chips), 'v5litepod-16',
-    'v5p:64' (64 chips in their usual shape, 4x4x4; other numbers are a ring or a line),
-    'p5.48xlarge', '4xa3-ultragpu-8g'.
+    '+4' means that the data-center network joins 4 such slices (a torus only). Rates are in flop/s
+    and bytes/s, latencies in seconds, sizes in bytes. The rates of a kind with `shared_cores` are
+    the host's, divided by the devices of a node. Counts and names of cloud machines also work:
+    '8xH100', '2x8xA100' (2 nodes of 8), 'v5p-64' (64 cores: 32 chips), 'v5litepod-16', 'v5p:64'
+    (64 chips in their usual shape, 4x4x4; other numbers are a ring or a line), 'p5.48xlarge',
+    '4xa3-ultragpu-8g'.
 
     Raises:
         ClusterError: unknown device, bad or non-positive shape, unreadable file, bad key or value.
@@ -192,12 +192,12 @@ def with_memory(cluster: Cluster, memory_bytes: int) -> Cluster:
 
 
 def part_of(cluster: Cluster, count: int) -> Cluster:
-    """One of ``count`` equal parts of a cluster, each of devices that are numbered in a row.
+    """One of ``count`` equal parts of a cluster, each of consecutively numbered devices.
 
-    A dimension of a torus that is cut is a line; the text stays that of the whole.
+    A torus dimension that is cut becomes a line. The text stays that of the whole cluster.
 
     Raises:
-        ClusterError: nodes or dimensions can't be cut so.
+        ClusterError: nodes or dimensions can't be cut into that many parts.
 
     >>> part_of(parse_cluster("h100:8x4"), 8).shape, part_of(parse_cluster("v5p:4x4x8"), 4).shape
     ((4, 1), (1, 4, 8))
@@ -266,7 +266,7 @@ def _link(table: Table) -> Link:
 
 
 def build_cluster(given: Description) -> Cluster:
-    """The cluster that is described; raises ClusterError for wiring of another size."""
+    """Build the described cluster; raises ClusterError if the wiring has another size."""
     text, entry, shape, slices = given.text, given.entry, given.shape, given.slices
     values = entry["device"]
     share = shape[0] if values["shared_cores"] else 1

@@ -1,4 +1,4 @@
-"""The interface through which a planner asks for costs, and its closed-form implementation."""
+"""The planner's interface to costs, and its closed-form implementation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .compute import Array, Kernel, op_time_s
 from .hardware import Cluster
 
 HOST_RESERVE = 0.2
-"""Share of a host's memory that the system, Python and the loading of data keep: an assumption."""
+"""Share of a host's memory that the system, Python and data loading use: an assumption."""
 
 
 @runtime_checkable
@@ -21,11 +21,11 @@ class CostModel(Protocol):
 
     @property
     def cluster(self) -> Cluster:
-        """The cluster the costs are for."""
+        """The cluster that the costs are for."""
         ...
 
     def __hash__(self) -> int:
-        """Cost models are values: tables made from one are kept under it."""
+        """Cost models are values: tables computed from one are cached with it as the key."""
         ...
 
     @property
@@ -53,7 +53,7 @@ class CostModel(Protocol):
 
     @property
     def combined_latency(self) -> float:
-        """Share of its latency that a collective of parameters or gradients keeps, 0 to 1."""
+        """Share of its latency that a collective of parameters or gradients retains, 0 to 1."""
         ...
 
     @property
@@ -111,8 +111,8 @@ class CostModel(Protocol):
     ) -> float | Array:
         """Seconds of one kernel after its start; see `costmodels.op_time_s` for the arguments.
 
-        Must grow with every count, and n times smaller counts must take no less than an n-th of
-        the time: the planner's bounds rest on both.
+        It must grow with every count, and n times smaller counts must take at least an n-th of
+        the time: the planner's bounds rely on both.
         """
         ...
 
@@ -139,12 +139,12 @@ class AnalyticCostModel:
 
     @property
     def memory_limit_bytes(self) -> int:
-        """Memory of one device in bytes, less what its runtime keeps (`memory_reserve`)."""
+        """Memory of one device in bytes, less what its runtime reserves (`memory_reserve`)."""
         return self.cluster.device.usable_bytes
 
     @property
     def host_memory_limit_bytes(self) -> float:
-        """A device's share of its host's memory, less what the system and the loading of data keep
+        """A device's share of its host's memory, less what the system and data loading use
         (`HOST_RESERVE`); infinite where it is not known."""
         known = self.cluster.host_memory_bytes
         return (1.0 - HOST_RESERVE) * known if known else math.inf
@@ -154,15 +154,15 @@ class AnalyticCostModel:
         """Shares of collectives that hide under compute, from 0 to 1: of those that compute waits
         for, those ahead of their use, those behind (`costmodels.schedule.Place`).
 
-        Constants of the device kind in the catalog: 0 for cpu, where both use the same cores; for
-        TPUs read from scheduled modules, for GPUs assumptions.
+        These are catalog constants of the device kind: 0 for cpu, where compute and communication
+        use the same cores; read from scheduled modules for TPUs; assumptions for GPUs.
         """
         device = self.cluster.device
         return device.overlap, device.overlap_ahead, device.overlap_behind
 
     @property
     def combined_latency(self) -> float:
-        """Share of its latency that a collective of parameters or gradients keeps, from 0 to 1:
+        """Share of its latency that a collective of parameters or gradients retains, from 0 to 1:
         compilers combine most of them."""
         return self.cluster.device.combined_latency
 
@@ -178,7 +178,7 @@ class AnalyticCostModel:
 
     @property
     def host_s_per_byte(self) -> float:
-        """Seconds per byte of such a copy, one way; infinite where nothing is known of the link."""
+        """Seconds per byte of such a copy, one way; infinite where the link is not known."""
         return math.inf if self.cluster.host is None else 1.0 / self.cluster.host.bytes_per_s
 
     @overload
@@ -228,8 +228,8 @@ class AnalyticCostModel:
     ) -> tuple[float, float]:
         """(alpha_s, beta_s_per_byte); see `costmodels.collectives.collective_coefficients`.
 
-        What compilers run as an all-reduce costs one: a reduce-scatter where the device has none
-        of its own, and what `costmodels._torus.reduces_instead` lists.
+        Collectives that compilers run as an all-reduce cost an all-reduce: a reduce-scatter on
+        devices without a native one, and the cases that `costmodels._torus.reduces_instead` lists.
 
         Raises:
             ClusterError: the kind, mesh or axes do not fit the cluster.

@@ -18,11 +18,12 @@ from typing import Literal, get_args
 from ._catalog import ClusterError, Table, catalog_entry, known_kinds, shown
 
 PlanKind = Literal["data", "model", "stages"]
-"""``data``: data parallel, FSDP, ZeRO. ``model``: tensor, sequence or context parallelism besides.
+"""``data``: data parallel, FSDP, ZeRO. ``model``: also tensor, sequence or context parallelism.
 ``stages``: pipelines."""
 PLAN_KINDS: tuple[PlanKind, ...] = get_args(PlanKind)
 LEAST_ROWS = 8
-"""Runs from which quantiles are used: the 10th percentile of fewer is their minimum."""
+"""Smallest number of runs whose quantiles are used: the 10th percentile of fewer is their
+minimum."""
 _ALL, _ORDER = "all", "order"
 _FAMILIES = {"gpu": "GPUs", "tpu": "TPUs"}
 _RUNS: Mapping[PlanKind, str] = {
@@ -49,7 +50,7 @@ class Quantiles:
 
 @dataclass(frozen=True)
 class Residuals:
-    """All that the file holds.
+    """Contents of the file.
 
     Attributes:
         of: quantiles by device kind, family ("gpu", "tpu") or "all", and kind of plan.
@@ -64,7 +65,7 @@ class Residuals:
 
 @dataclass(frozen=True)
 class Interval:
-    """Where the measured times of 80 % of runs are.
+    """Interval that contains the measured times of 80 % of runs.
 
     Attributes:
         low: factor of the predicted time, 10th percentile of the runs.
@@ -82,12 +83,12 @@ class Interval:
 def interval_of(kind: str, plan_kind: PlanKind) -> Interval | None:
     """The interval of predictions for a device kind.
 
-    That of its own runs, if there are at least ``LEAST_ROWS``; else of its family's, GPUs or TPUs;
-    else of all runs.
+    It comes from the runs of the kind if there are at least ``LEAST_ROWS``, else from the runs of
+    its family (GPUs or TPUs), else from all runs.
 
     Args:
-        kind: of the device, as the catalog names it.
-        plan_kind: of the plan.
+        kind: device kind, as the catalog names it.
+        plan_kind: kind of the plan.
 
     Returns:
         None for CPUs, for kinds that the catalog lacks, and for families without any run.
@@ -115,13 +116,13 @@ def tied(a_s: float, b_s: float) -> bool:
 
 @functools.cache
 def published() -> Residuals:
-    """The package's own file."""
+    """The residuals in the package's file."""
     text = resources.files("costmodels").joinpath("residuals.toml").read_text(encoding="utf-8")
     return read_residuals(text, "residuals.toml")
 
 
 def read_residuals(text: str, where: str) -> Residuals:
-    """Parse the text of a file of residuals, which ``where`` names.
+    """Parse the text of a residuals file; ``where`` is its name in errors.
 
     Raises:
         ClusterError: one line that names the table and the key that is wrong.
@@ -158,7 +159,7 @@ def read_residuals(text: str, where: str) -> Residuals:
 
 
 def _family(kind: str) -> str:
-    """``"gpu"`` for nodes of devices, ``"tpu"`` for a torus, nothing for CPUs and unknown kinds."""
+    """``"gpu"`` for nodes of devices, ``"tpu"`` for a torus, empty for CPUs and unknown kinds."""
     if kind not in known_kinds():
         return ""
     entry = catalog_entry(kind)

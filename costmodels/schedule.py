@@ -1,8 +1,8 @@
-"""The one clock: from the seconds of parts to the seconds of a step.
+"""The clock: from the seconds of parts to the seconds of a step.
 
-Nothing else in the project adds parts up to a step time. The parts are plain numbers: what one
-microbatch takes on one device of every stage (`StageSeconds`), what happens once a step, how
-microbatches run through the stages (`Pipeline`), and what hides under what (`Overlap`).
+No other module adds parts up to a step time. The parts are plain numbers: what one microbatch takes
+on one device of every stage (`StageSeconds`), what happens once per step, how microbatches run
+through the stages (`Pipeline`), and how much communication hides under compute (`Overlap`).
 
 A step of one stage and one microbatch takes
 
@@ -11,19 +11,19 @@ A step of one stage and one microbatch takes
 
 With m microbatches on p stages, each of whose devices holds v chunks of the model:
 
-- the slowest stage runs its m microbatches and what is done once a step;
+- the slowest stage runs its m microbatches and the work that happens once per step;
 - *bubble*: it idles while the first microbatch reaches it and the last one leaves: the time of one
   chunk of every other stage (GPipe: Huang et al. 2019; 1F1B: Narayanan et al. 2019,
   "PipeDream"; with a flush each step, and interleaved: Narayanan et al. 2021, "Efficient
-  Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", section 2.2). Of equal
+  Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", section 2.2). With equal
   stages that is (p - 1) / v microbatches.
-- *transfers*: a stage sends each microbatch on, and its gradient back, and does nothing else
-  meanwhile.
+- *transfers*: a stage sends each microbatch to the next stage and its gradient to the previous one,
+  and does nothing else meanwhile.
 
-Equal stages: exact in all three schedules, transfers aside. Unequal stages: exact in GPipe where
-one stage is the slowest both forward and backward; where all stages have the same ratio of
-backward to forward, an upper bound in the other two. ``tests/costmodels/test_schedule.py`` compares
-with a simulation of the single passes.
+For equal stages, the result is exact in all three schedules, transfers aside. For unequal stages,
+it is exact in GPipe if one stage is the slowest both forward and backward, and an upper bound in
+the other two if all stages have the same ratio of backward to forward.
+``tests/costmodels/test_schedule.py`` compares it with a simulation of the single passes.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ Seconds = TypeVar("Seconds", float, Array)
 
 
 class Place(enum.IntEnum):
-    """Where in a step a collective stands, which decides how much of it hides.
+    """Place of a collective in a step, which determines how much of it hides.
 
-    ``WAITED``: compute waits for it. ``AHEAD``: it can run ahead of its use: a gather of a
-    parameter. ``BEHIND``: little waits for its result: a reduction of a gradient.
+    ``WAITED``: compute waits for it. ``AHEAD``: it can run ahead of its use, such as a gather of a
+    parameter. ``BEHIND``: little waits for its result, such as a reduction of a gradient.
     """
 
     WAITED = 0
@@ -66,40 +66,40 @@ class Overlap:
         return Overlap(*model.overlap)
 
     def share(self, place: Place) -> float:
-        """Share of a collective that hides if there is compute enough."""
+        """Share of a collective that hides if there is enough compute."""
         return (self.waited, self.ahead, self.behind)[place]
 
     def exposed(self, place: Place) -> float:
-        """Share of a collective that compute waits for if there is compute enough."""
+        """Share of a collective that compute waits for if there is enough compute."""
         return 1.0 - self.share(place)
 
     def hideable_s(self, work: StageSeconds) -> float:
-        """Seconds of communication that hide if there is compute enough."""
+        """Seconds of communication that hide if there is enough compute."""
         return sum(self.share(p) * s for p, s in zip(Place, work.communication, strict=True))
 
     def linear_s(self, compute_s: Seconds, communication_s: Sequence[Seconds]) -> Seconds:
-        """Seconds of compute and communication (by `Place`) if there is compute enough to hide
-        under: a lower bound of the step, and a sum over its parts, as searches need it."""
+        """Seconds of compute and communication (by `Place`) if there is enough compute to hide
+        under. It is a lower bound of the step and a sum over its parts, as searches need."""
         for place, seconds in zip(Place, communication_s, strict=True):
             compute_s = compute_s + self.exposed(place) * seconds
         return compute_s
 
 
 def hiding_share(hidden_s: float, hideable_s: float) -> float:
-    """Share that does hide of what could, 0 to 1: below 1 where compute is too short."""
+    """Share of the hideable time that is hidden, 0 to 1: below 1 where compute is too short."""
     return hidden_s / hideable_s if hideable_s > 0 else 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class StageSeconds:
-    """What one device does for one microbatch, or once a step, in seconds.
+    """What one device does for one microbatch, or once per step, in seconds.
 
     Attributes:
-        compute_s: of kernels.
+        compute_s: kernels.
         waited_s: collectives that compute waits for (`Place`).
         ahead_s: collectives that run ahead of their use.
         behind_s: collectives that little waits for.
-        wait_s: the device waits for its host, and nothing hides that: copies between the two,
+        wait_s: waiting of the device for its host, which nothing hides: copies between the two,
             kernels that start late.
     """
 
@@ -128,8 +128,8 @@ class StageSeconds:
         return self.compute_s + self.communication_s - self.hidden_s(overlap) + self.wait_s
 
     def late_s(self, launch_s: float, overlap: Overlap) -> float:
-        """Seconds that the device waits for a host that takes ``launch_s`` to start the kernels
-        and runs ahead of it as far as this work goes."""
+        """Seconds that the device waits for its host, which takes ``launch_s`` to start the kernels
+        and starts them while the device runs this work."""
         return max(0.0, launch_s - self.busy_s(overlap))
 
 
@@ -141,13 +141,13 @@ class Schedule:
     """An order of forward and backward passes.
 
     Attributes:
-        name: as in `SCHEDULES`.
+        name: name in `SCHEDULES`.
         interleaves: whether a device holds several chunks of the model.
         ramp: share of a chunk's time, forward and backward together, that each other stage adds to
-            the bubble. 1 where backward passes are not split; a schedule that fills the ramp with
-            gradients of weights has less.
-        in_flight: most chunks whose forward pass has run on a device and whose backward pass has
-            not, from (pipeline, stage counted from 0).
+            the bubble. It is 1 if backward passes are not split, and less for a schedule that fills
+            the ramp with gradients of weights.
+        in_flight: (pipeline, stage counted from 0) -> the largest number of chunks whose forward
+            pass has run on a device and whose backward pass has not.
     """
 
     name: str
@@ -164,13 +164,13 @@ class Pipeline:
         stages: groups of devices, each of which holds 1/stages of the layers.
         microbatches: parts of the batch that run one after another.
         virtual: chunks of the model on each device (Narayanan et al. 2021 call them virtual
-            stages); 1 but for schedules that interleave.
+            stages); 1 except for interleaved schedules.
         schedule: a name in `SCHEDULES`.
-        transfer_s: seconds of sending one microbatch's activation, or its gradient, from chunk to
+        transfer_s: seconds to send one microbatch's activation, or its gradient, from chunk to
             chunk.
 
     Raises:
-        ValueError: a count is below 1; the schedule is not known, or does not run such counts.
+        ValueError: a count is below 1; the schedule is not known, or does not support these counts.
     """
 
     stages: int = 1
@@ -201,9 +201,10 @@ class Pipeline:
     def transfers_s(self) -> float:
         """Seconds of transfers between stages on the longest chain of passes.
 
-        Forward, the slowest stage sends every chunk of every microbatch, each stage before it and
-        behind it but the last sends one; backward likewise. Exact in GPipe, an upper bound in the
-        others, if a stage that sends does nothing else and receiving takes no time.
+        In the forward direction, the slowest stage sends every chunk of every microbatch, and every
+        other stage except the last sends one; backward likewise. This is exact in GPipe and an
+        upper bound in the others, if a stage that sends does nothing else and receiving takes no
+        time.
         """
         if self.stages == 1:
             return 0.0
@@ -212,7 +213,7 @@ class Pipeline:
     def in_flight(self) -> tuple[float, ...]:
         """Per stage, the most microbatches whose activations it holds at once.
 
-        One chunk of a microbatch is 1 / virtual of what a stage holds of it.
+        One chunk of a microbatch is 1 / virtual of what a stage holds of the microbatch.
         """
         most = SCHEDULES[self.schedule].in_flight
         return tuple(most(self, stage) / self.virtual for stage in range(self.stages))
@@ -241,10 +242,10 @@ SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
         )
     }
 )
-"""Every schedule that the clock knows, by name. The order of passes that each stands for: GPipe
-all forward passes first (Huang et al. 2019); 1F1B as many forward passes as there are stages
-behind, then one of each (PipeDream-Flush); interleaved the same over chunks, 2 (stages behind) +
-(virtual - 1) stages of them ahead, microbatches in groups of ``stages`` (both Narayanan et al.
+"""Every schedule that the clock supports, by name. GPipe runs all forward passes first (Huang et
+al. 2019). 1F1B runs one warmup forward pass per later stage, then one forward and one backward pass
+in turn (PipeDream-Flush). Interleaved does the same over chunks: it runs 2 (later stages) +
+(virtual - 1) stages of them ahead, with microbatches in groups of ``stages`` (both Narayanan et al.
 2021)."""
 
 
@@ -259,10 +260,10 @@ class Exposed:
     """Seconds of communication that compute waits for in a step, by when it happens.
 
     Attributes:
-        waited_s: of the microbatches, by `Place`.
-        ahead_s: of the microbatches.
-        behind_s: of the microbatches.
-        once_s: once a step, all of it.
+        waited_s: of the microbatches' collectives that compute waits for (`Place`).
+        ahead_s: of the microbatches' collectives that run ahead of their use.
+        behind_s: of the microbatches' collectives that little waits for.
+        once_s: of all collectives that run once per step.
     """
 
     waited_s: float
@@ -273,16 +274,16 @@ class Exposed:
 
 @dataclass(frozen=True, slots=True)
 class StepSeconds:
-    """A step by parts, in seconds: those of the slowest stage, and what it waits for.
+    """The parts of a step, in seconds: those of the slowest stage, and what it waits for.
 
     Attributes:
-        fixed_s: before the first kernel.
-        compute_s: of all microbatches, and once a step.
-        communication_s: all collectives, whether they hide or not.
-        hidden_s: those that hide under compute.
-        wait_s: for the host.
-        transfer_s: between stages.
-        bubble_s: while other stages work on the first and the last microbatch.
+        fixed_s: time before the first kernel.
+        compute_s: compute of all microbatches, and once per step.
+        communication_s: all collectives, hidden or not.
+        hidden_s: communication that hides under compute.
+        wait_s: waiting for the host.
+        transfer_s: transfers between stages.
+        bubble_s: idle time while other stages work on the first and the last microbatch.
         exposed: what does not hide, by kind; adds up to ``exposed_s``.
     """
 
@@ -320,12 +321,12 @@ def step_seconds(
         stages: what a device of each stage does for one microbatch, with all its chunks.
         pipeline: default: one stage, one microbatch.
         overlap: default: nothing hides.
-        once: what a device of the slowest stage does once a step. Collectives that run ahead or
-            behind (reductions of gradients) hide under the last microbatch's compute beside those
-            of that microbatch; the others, as those around the optimizer's update, hide under
-            nothing.
-        fixed_s: before the first kernel. Communication is taken to hide under it as under compute,
-            which is too much by no more than it.
+        once: what a device of the slowest stage does once per step. Collectives that run ahead or
+            behind (reductions of gradients) hide under the last microbatch's compute, together with
+            the collectives of that microbatch. The others, such as those around the optimizer's
+            update, do not hide.
+        fixed_s: seconds before the first kernel. Communication is assumed to hide under them as
+            under compute, which overestimates the hidden time by at most ``fixed_s``.
 
     Raises:
         ValueError: ``stages`` has another length than the pipeline.
@@ -363,8 +364,9 @@ def step_seconds(
 def _rooms(
     work: StageSeconds, m: int, overlap: Overlap, late_s: float, fixed_s: float
 ) -> list[tuple[int, float, float]]:
-    """Kinds of microbatches, the last one last: how many, seconds that could hide, seconds to hide
-    under. ``late_s`` more could hide in the last; the first has the start of the step."""
+    """Groups of microbatches, in order: how many, seconds that could hide, seconds to hide under.
+    In the last microbatch ``late_s`` more could hide; the first also has ``fixed_s`` to hide
+    under."""
     usual = overlap.hideable_s(work)
     last = usual + late_s
     compute = work.compute_s

@@ -68,7 +68,7 @@ _CHECKPOINT = frozenset({"CheckpointError", "Checkpoints", "FencedError"})
 
 
 def __getattr__(name: str) -> Any:
-    """What needs Orbax, when it is asked for: that import takes longer than all others."""
+    """Import the names that need Orbax on first use: that import takes longer than all others."""
     if name in _CHECKPOINT:
         from executor import checkpoint
 

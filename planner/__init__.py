@@ -68,12 +68,12 @@ _HOMES = {
     "rules.kernels.registered": "register_rule",
     "spec": "MeshSpec Sharding",
 }
-"""Where the public names are, by the modules of this package."""
+"""The public names, by the module of this package that defines them."""
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first asked for: the command's help needs none of them."""
+    """Import a public name at its first use: the command's help needs none of them."""
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,6 +1,6 @@
-"""Manual hybrid sharding: the mark that stands inside a model, and what a mark asks for.
+"""Manual hybrid sharding: marks inside a model, and the shardings that they request.
 
-A *pin* is a sharding that a plan must honour or refuse by name.
+A *pin* is a sharding that a plan must honor; otherwise planning fails and names the pin.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from planner.spec import Entry, Sharding
 
 MARK = "planner_shard"
 SHIFT = "planner_shift"
-"""Rows that become their neighbors' (``planner.stages.arrays``)."""
+"""Shifts rows to their neighbors (``planner.stages.arrays``)."""
 EDGE = "region_edge"
-"""What enters or leaves a ``shard_map`` (``planner.rules.kernels.regions``)."""
+"""A value that enters or leaves a ``shard_map`` (``planner.rules.kernels.regions``)."""
 MARKS = frozenset({MARK, EDGE, "sharding_constraint"})
-"""Operations that mark a value: identities where its sharding may change."""
+"""Operations that mark a value: identities at which its sharding may change."""
 
 EDGE_MARK = jex_core.Primitive(EDGE)
-"""Of records only: nothing binds it."""
+"""Only for records: it is never bound."""
 
 _mark = jex_core.Primitive(MARK)
 _mark.def_impl(lambda x, *, entries: x)
@@ -49,8 +49,8 @@ batching.primitive_batchers[_mark] = _batch_mark
 class StoredAs:
     """A value of ``shardings=`` for storage only: ``{"kernel": StoredAs(PartitionSpec("model"))}``.
 
-    Between steps the argument is sharded so; operations may gather it. A bare ``PartitionSpec``
-    holds for the use as well.
+    Between steps the argument has this sharding; operations may gather it. A bare ``PartitionSpec``
+    applies to the use as well.
 
     >>> tuple(StoredAs(jax.sharding.PartitionSpec("model")).spec)
     ('model',)
@@ -60,15 +60,15 @@ class StoredAs:
 
 
 FREE = jax.sharding.PartitionSpec.UNCONSTRAINED
-"""In the entries of a mark: the planner may split this dimension as it likes."""
+"""In the entries of a mark: the planner may split this dimension freely."""
 
 
 @dataclass(frozen=True)
 class Pin:
-    """``value`` (graph value index) must be sharded as ``entries``; ``origin`` says who asked.
+    """``value`` (graph value index) must be sharded as ``entries``, as ``origin`` requests.
 
-    A dimension whose entry is ``FREE`` is left to the planner: it may split it over the axes
-    that the other entries do not use.
+    A dimension whose entry is ``FREE`` is left to the planner: it may split it over the axes that
+    the other entries do not use.
     """
 
     value: int
@@ -77,11 +77,11 @@ class Pin:
     storage: bool = False
     """Whether it says only how an argument is stored (``StoredAs``), not how it is used."""
     rule: str = ""
-    """What it belongs to, without the argument's path: one rule may pin many arguments."""
+    """The rule that it comes from, without the argument's path: one rule may pin many arguments."""
 
     @property
     def fixed(self) -> tuple[Entry, ...]:
-        """The entries, None where the planner is free."""
+        """The entries; None where the planner is free."""
         return tuple(None if e is FREE else e for e in self.entries)
 
     @property
@@ -91,7 +91,7 @@ class Pin:
 
     @property
     def axes(self) -> tuple[frozenset[str] | None, ...]:
-        """Per entry, the mesh axes that it asks for; None where the planner is free."""
+        """Per entry, the mesh axes that it requests; None where the planner is free."""
         return tuple(
             None if e is FREE else frozenset(d)
             for e, d in zip(self.entries, Sharding.of(self.fixed).dims, strict=True)
@@ -99,7 +99,7 @@ class Pin:
 
     @property
     def text(self) -> str:
-        """The entries for people."""
+        """The entries as text."""
         return entries_text(self.entries)
 
 
@@ -112,9 +112,9 @@ def entries_text(entries: Sequence[Any]) -> str:
 def shard(x: jax.Array, *entries: Any) -> jax.Array:
     """Mark ``x`` inside a model: ``shard(x, "data", None, "model")``.
 
-    The numbers do not change. Entries name mesh axes per dimension as a PartitionSpec
-    does; missing ones mean replicated, ``PartitionSpec.UNCONSTRAINED`` leaves a dimension to the
-    planner. The gradient of ``x`` is marked alike.
+    The values do not change. Entries name mesh axes per dimension as a PartitionSpec does; missing
+    ones mean replicated, ``PartitionSpec.UNCONSTRAINED`` leaves a dimension to the planner. The
+    gradient of ``x`` gets the same mark.
 
     Raises:
         PinError: more entries than dimensions.
@@ -132,14 +132,14 @@ def shard(x: jax.Array, *entries: Any) -> jax.Array:
 
 
 LOGICAL = "planner_logical"
-"""A mesh axis that marks the mesh of logical axis rules: its sizes say nothing."""
+"""A mesh axis that marks the mesh of logical axis rules: its sizes have no meaning."""
 FLAX = "Flax metadata"
 """The rule of pins that come from partitioning metadata."""
 
 
 def mark_entries(primitive: str, params: Mapping[str, Any]) -> tuple[Any, ...] | None:
     """Entries of a mark or of ``jax.lax.with_sharding_constraint``; None for anything else, and for
-    a constraint that says nothing."""
+    a constraint that requests nothing."""
     if primitive in (MARK, EDGE):
         return tuple(params["entries"])
     if primitive == "sharding_constraint":
@@ -150,8 +150,8 @@ def mark_entries(primitive: str, params: Mapping[str, Any]) -> tuple[Any, ...] |
 
 
 def placed_entries(sharding: jax.sharding.NamedSharding) -> tuple[Any, ...] | None:
-    """What a sharding on the user's mesh says: an axis of size 1 leaves its dimension free. None
-    when it says nothing: on a mesh of one device, or when it names axes of size 1 only."""
+    """What a sharding on the user's mesh requests: an axis of size 1 leaves its dimension free.
+    None if it requests nothing: on a mesh of one device, or if it names axes of size 1 only."""
     sizes, spec = dict(sharding.mesh.shape), tuple(sharding.spec)
     if LOGICAL in sizes:
         return spec

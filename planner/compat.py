@@ -1,7 +1,7 @@
 """Every difference between jax versions, in one place (jax 0.10.2 up to 0.12).
 
-jax 0.11 merged ``Jaxpr`` and ``ClosedJaxpr`` and moved names out of ``jax.core``; what the
-rest of the project needs of them goes through here.
+jax 0.11 merged ``Jaxpr`` and ``ClosedJaxpr`` and moved names out of ``jax.core``. The rest of the
+project uses them through this module.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from jax.extend import source_info_util
 
 
 def knows_devices() -> bool:
-    """Whether JAX has looked for its devices. Nothing public tells it, but from then on the number
-    of CPU devices can't be set."""
+    """Whether JAX has initialized its devices. There is no public query; this tests whether the
+    number of CPU devices can still be set."""
     name = "jax_num_cpu_devices"
     value = getattr(jax.config, name)
     try:
@@ -39,12 +39,12 @@ def make_jaxpr(function: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, 
 
 
 def body(jaxpr: Any) -> Any:
-    """The open jaxpr (``eqns``, ``invars``, ``outvars``, ``constvars``) of either kind."""
+    """The open jaxpr (``eqns``, ``invars``, ``outvars``, ``constvars``) of any jaxpr."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def consts(jaxpr: Any) -> tuple[Any, ...]:
-    """The constants that a closed jaxpr carries; none for an open one."""
+    """The constants of a closed jaxpr; none for an open one."""
     return tuple(getattr(jaxpr, "consts", ()) or ())
 
 
@@ -59,7 +59,7 @@ def all_consts(jaxpr: Any) -> Iterator[Any]:
 
 
 def with_consts(jaxpr: Any, contents: Sequence[Any]) -> Any:
-    """A closed jaxpr of an open one and what it carries; later versions have one kind for both."""
+    """A closed jaxpr from an open one and its constants; newer jax has one kind for both."""
     if hasattr(jaxpr, "with_consts"):
         return jaxpr.with_consts(list(contents))
     return jex_core.ClosedJaxpr(jaxpr, contents)
@@ -139,14 +139,14 @@ def frames(eqn: Any) -> tuple[tuple[str, int, str], ...]:
 
 
 def as_struct(aval: Any) -> jax.ShapeDtypeStruct:
-    """An abstract value as an argument to trace with, weak type kept."""
+    """An abstract value as an argument to trace with, with its weak type."""
     return jax.ShapeDtypeStruct(
         aval.shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False))
     )
 
 
 def placed_struct(aval: Any) -> jax.ShapeDtypeStruct:
-    """``as_struct`` that keeps host memory, for the body of an equation."""
+    """``as_struct`` that preserves host memory, for the body of an equation."""
     if not in_host_memory(aval):
         return as_struct(aval)
     there = jax.sharding.NamedSharding(
@@ -156,7 +156,7 @@ def placed_struct(aval: Any) -> jax.ShapeDtypeStruct:
 
 
 def marks_places() -> bool:
-    """Whether ``compute_on`` marks the operations under it; in later versions it is one itself."""
+    """Whether ``compute_on`` marks the operations under it; in newer jax it is an operation."""
     return "out_memory_spaces" not in inspect.signature(compute_on).parameters
 
 
@@ -169,8 +169,8 @@ class Origin(NamedTuple):
 
 
 def provenance(eqn: Any) -> AbstractContextManager[Any]:
-    """While it is open, new operations carry the source line and names of an equation, or those of
-    an ``Origin``."""
+    """A context in which new operations carry the source line and names of an equation or of an
+    ``Origin``."""
     origin = eqn if isinstance(eqn, Origin) else Origin(eqn, (eqn,))
     names = source_info_util.current_name_stack()
     for named in origin.names:
@@ -179,8 +179,8 @@ def provenance(eqn: Any) -> AbstractContextManager[Any]:
 
 
 def computed_on(eqn: Any) -> AbstractContextManager[Any]:
-    """While it is open, new operations run where a ``compute_on`` around ``eqn`` says. In later
-    versions that is an operation of its own, with a body, and nothing is to be done here."""
+    """A context in which new operations run where a ``compute_on`` around ``eqn`` places them. In
+    newer jax that is an operation with a body, and the context does nothing."""
     place = getattr(getattr(eqn, "ctx", None), "compute_type", None)
     if place is None or not marks_places():
         return contextlib.nullcontext()
@@ -190,7 +190,7 @@ def computed_on(eqn: Any) -> AbstractContextManager[Any]:
 
 def evaluate_equation(eqn: Any, values: Sequence[Any], origin: Origin | None = None) -> list[Any]:
     """Evaluate one equation on ``values`` as ``jax.core.eval_jaxpr`` would; ``origin``: where it
-    comes from, if not from itself."""
+    comes from, if not ``eqn`` itself."""
     bind_params = eqn.primitive.get_bind_params(eqn.params)
     functions, params = bind_params if isinstance(bind_params, tuple) else ((), bind_params)
     given = [_of_no_mesh(x) if isinstance(x, np.ndarray) else x for x in values]
@@ -214,8 +214,8 @@ def _of_no_mesh(x: Any) -> Any:
 
 
 def expanded(eqn: Any) -> Any:
-    """The body of a primitive that newer jax has in one piece until it is compiled, such as
-    ``SearchSorted``; None of others, and where it says none."""
+    """The body of a primitive that newer jax expands only at compilation, such as
+    ``SearchSorted``; None for other primitives, or if there is no traceable body."""
     hi_primitive = eqn.params.get("_prim")
     expand = getattr(hi_primitive, "expand", None)
     if eqn.primitive.name != "call_hi_primitive" or expand is None:
@@ -223,12 +223,12 @@ def expanded(eqn: Any) -> Any:
     structs = [as_struct(v.aval) for v in eqn.invars]
     try:
         return make_jaxpr(expand, structs)[0]
-    except Exception:  # of the library's own: arguments that are no plain list of arrays
+    except Exception:  # raised by the library: arguments that are no plain list of arrays
         return None
 
 
 def evaluate_body(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
-    """Evaluate the body of an equation, closed or open, that carries no constants of its own."""
+    """Evaluate the body of an equation, closed or open, that has no constants."""
     closed = jaxpr if hasattr(jaxpr, "jaxpr") else with_consts(jaxpr, ())
     return list(jex_core.jaxpr_as_fun(closed)(*values))
 
@@ -236,8 +236,8 @@ def evaluate_body(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
 def scan_counts(eqn: Any) -> tuple[int, int]:
     """(constants, carries) among the operands of a ``scan``.
 
-    Newer jax keeps them in a private structure; they follow from the shapes: what is scanned
-    over has one dimension more outside than in the body.
+    Newer jax keeps them in a private structure, so they are derived from the shapes: an array that
+    is scanned over has one more dimension outside than in the body.
     """
     inner = body(eqn.params["jaxpr"])
 
@@ -250,8 +250,8 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
 
 
 def row_major(x: Any) -> Any:
-    """``x`` in the default layout, whatever layout its neighbors would give it; ``x`` where this
-    jax can't say so."""
+    """``x`` in the default layout, whatever layout its neighbors would give it; ``x`` unchanged if
+    this jax has no layout constraints."""
     try:
         from jax.experimental.layout import Layout, with_layout_constraint
     except ImportError:

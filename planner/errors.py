@@ -1,4 +1,4 @@
-"""The error tree: what was wrong, where, got / expected, what to do."""
+"""The error tree. Messages say what was wrong, where, got / expected, and what to do."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ class RequestError(MeshwrightError):
 
 
 class NotPlannedError(RequestError, AttributeError):
-    """A step was asked for its plan before it has one; ``hasattr(step, "plan")`` is False then."""
+    """The step has no plan yet; ``hasattr(step, "plan")`` is False then."""
 
 
 class PinError(RequestError):
-    """A manual sharding that can't be honoured; names the value and the user's line."""
+    """A manual sharding that can't be honored; names the value and the user's line."""
 
 
 class MemoryLimitError(RequestError):
     """No plan fits.
 
     Attributes:
-        least_bytes: the smallest peak per device that any plan found reaches.
-        lower_bytes: no plan on the meshes tried has a smaller peak; 0 when that is not known.
-        limit_bytes: the limit that was asked for.
+        least_bytes: the smallest peak per device that the search reached.
+        lower_bytes: lower bound on the peak of any plan on the meshes tried; 0 if not known.
+        limit_bytes: the requested limit.
     """
 
     def __init__(
@@ -46,8 +46,8 @@ class PlanFormatError(RequestError):
 
 
 class ModelError(MeshwrightError):
-    """The user's model failed while it was traced; ``__cause__`` is their exception."""
+    """The user's model failed while it was traced; ``__cause__`` is its exception."""
 
 
 class InternalError(MeshwrightError):
-    """A bug of ours: an invariant did not hold."""
+    """A bug of this project: an invariant did not hold."""

@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from planner.errors import RequestError
 
 AXIS_NAME = r"[^\W\d][\w.-]{0,99}"
-"""What names of mesh axes match; they stand in files, code and command lines."""
+"""Pattern of the names of mesh axes, which appear in files, code and command lines."""
 
 
 @dataclass(frozen=True)
 class MeshSpec:
-    """A logical mesh: axis names and sizes, slowest axis first; ``ones`` are names of axes of one
-    device that were left out."""
+    """A logical mesh: axis names and sizes, slowest axis first; ``ones`` are the names of omitted
+    axes of size 1."""
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -53,14 +53,14 @@ class MeshSpec:
 
     @property
     def num_axes(self) -> int:
-        """How many axes have several devices; 1 for a mesh of one device."""
+        """Number of axes of size 2 or more; 1 for a mesh of one device."""
         return max(1, sum(n > 1 for n in self.sizes))
 
     def __str__(self) -> str:
         return ",".join(f"{n}={s}" for n, s in zip(self.names, self.sizes, strict=True))
 
     def size(self, name: str) -> int:
-        """Size of the axis called ``name``; raises RequestError when there is none."""
+        """Size of the axis called ``name``; raises RequestError if there is none."""
         if name in self.ones:
             return 1
         if name not in self.names:
@@ -68,8 +68,8 @@ class MeshSpec:
         return self.sizes[self.names.index(name)]
 
     def slim(self) -> MeshSpec:
-        """The same mesh without its axes of one device, where it has more than three axes: what
-        each axis may do is enumerated."""
+        """The same mesh without its axes of size 1, if it has more than three axes: the search
+        enumerates the uses of each axis."""
         axes = list(zip(self.names, self.sizes, strict=True))
         if len(axes) <= MOST_AXES:
             return self
@@ -80,23 +80,23 @@ class MeshSpec:
 
 
 MOST_AXES = 3
-"""Mesh axes that a search uses."""
+"""Maximum number of mesh axes that a search uses."""
 
 
 _MAXTEXT = re.compile(r"(?:(dcn|ici)_)?(\w+?)_parallelism")
-"""MaxText's names: axes over the network (dcn) and within a slice or a node (ici)."""
+"""MaxText's names of axes over the network (dcn) and within a slice or a node (ici)."""
 
 
 def parse_mesh(text: str, devices: int | None = None) -> MeshSpec:
-    """Parse ``"data=4,model=2"``, also with MaxText's names of the axes; of an axis that is named
-    for both networks the sizes are multiplied.
+    """Parse ``"data=4,model=2"``, also with MaxText's axis names. If an axis is given for both
+    networks, its sizes are multiplied.
 
     Args:
-        text: axes by commas or spaces.
-        devices: in all; one size may be -1 then, for the rest of them.
+        text: axes, separated by commas or spaces.
+        devices: the total number; one size may then be -1, for the remaining devices.
 
     Raises:
-        RequestError: the text is no mesh; with the expected form.
+        RequestError: the text is not a mesh; the message gives the expected form.
 
     >>> parse_mesh("data=4,model=-1", 8).num_devices
     8
@@ -125,7 +125,7 @@ def parse_mesh(text: str, devices: int | None = None) -> MeshSpec:
 
 
 def _filled(text: str, sizes: Mapping[str, int], devices: int | None) -> list[int]:
-    """The sizes, with the rest of the devices for one of -1."""
+    """The sizes, with the remaining devices in place of a size of -1."""
     unknown = [axis for axis, size in sizes.items() if size < 0]
     if not unknown:
         return list(sizes.values())
@@ -164,7 +164,7 @@ class Sharding:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Every axis in use."""
+        """All axes in use."""
         return tuple(a for dim in self.dims for a in dim)
 
     @property
@@ -176,18 +176,18 @@ class Sharding:
         return tuple(out)
 
     def shards(self, mesh: MeshSpec) -> int:
-        """Into how many pieces the tensor is cut."""
+        """Number of shards of the tensor."""
         return math.prod(mesh.size(a) for a in self.axes)
 
     def local_shape(self, shape: Sequence[int], mesh: MeshSpec) -> tuple[int, ...]:
-        """Shape of one shard; raises RequestError when a dimension doesn't divide."""
+        """Shape of one shard; raises RequestError if a dimension doesn't divide."""
         self.check(shape, mesh)
         return tuple(
             n // math.prod(mesh.size(a) for a in d) for n, d in zip(shape, self.dims, strict=True)
         )
 
     def check(self, shape: Sequence[int], mesh: MeshSpec) -> None:
-        """Raise RequestError when this sharding can't hold for ``shape`` on ``mesh``."""
+        """Raise RequestError if this sharding is invalid for ``shape`` on ``mesh``."""
         if len(self.dims) > len(shape):
             raise RequestError(
                 f"{self} names {len(self.dims)} dimensions, the value has shape {tuple(shape)}"
@@ -250,26 +250,27 @@ WHOLE, PER_MICROBATCH = "batch", "per-microbatch"
 
 @dataclass(frozen=True)
 class Recipe:
-    """A step's rewriting; the default leaves it as it is.
+    """The rewriting of a step; the default leaves it unchanged.
 
     Attributes:
-        microbatches: parts of the batch that run one after the other.
-        replicas: groups of examples whose gradients are added up separately over all microbatches,
-            and joined once.
-        remat: the policy of what is computed again, as ``planner.remat.policy.policy_text`` has it.
-        chunks: parts of the rows of large products (attention scores, logits) that are computed one
-            after the other.
-        stages: groups of layers, each on devices of its own, that microbatches pass through.
-        schedule: the order of their passes, where each stage is a program of its own; empty: all
-            stages in one program, tick by tick.
-        pad_batch: examples that the batch is padded to; 0: as it is. Not together with
+        microbatches: number of parts of the batch that run one after the other.
+        replicas: number of groups of examples whose gradients are added up separately over all
+            microbatches, and joined once.
+        remat: the rematerialization policy, as in ``planner.remat.policy.policy_text``.
+        chunks: number of parts of the rows of large products (attention scores, logits) that are
+            computed one after the other.
+        stages: number of groups of layers, each on separate devices, that microbatches pass
+            through.
+        schedule: the order of their passes, if each stage is a separate program; empty: all stages
+            in one program, tick by tick.
+        pad_batch: number of examples that the batch is padded to; 0: no padding. Not together with
             microbatches, replicas or stages.
-        statistics: whether values that examples make together, such as means over the batch, are
-            those of the whole batch (``WHOLE``) or of each microbatch (``PER_MICROBATCH``).
-        manual: (pattern, stage): which stages begin where; empty: where they take about equally
-            long. A plan keeps the places (``Plan.cuts``), not the patterns.
-        cuts: the places, of a plan; empty: to be chosen.
-        order: per group of devices, its passes in order, where ``schedule`` is the user's own
+        statistics: whether values computed over several examples, such as means over the batch,
+            cover the whole batch (``WHOLE``) or each microbatch (``PER_MICROBATCH``).
+        manual: (pattern, stage): where stages begin; empty: so that they take about equally long.
+            A plan stores the positions (``Plan.cuts``), not the patterns.
+        cuts: the positions, in a plan; empty: to be chosen.
+        order: per group of devices, its passes in order, if ``schedule`` is user-defined
             (``costmodels.orders.rows_of``).
     """
 
@@ -306,4 +307,4 @@ STAGE = "stage"
 
 _PLACES = ("manual", "cuts", "order")
 REWRITINGS = tuple(f.name for f in dataclasses.fields(Recipe) if f.name not in _PLACES)
-"""The options that a recipe is made of."""
+"""The options that make up a recipe."""

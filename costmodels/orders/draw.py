@@ -7,16 +7,15 @@ from costmodels.orders.simulate import Simulated
 
 
 def drawn(done: Simulated, columns: int = 72) -> str:
-    """A line for each device, time from left to right.
+    """One line per device, with time from left to right.
 
-    A digit is a forward pass, a letter a backward pass, both of the microbatch of that number
-    (counted from 0 and ``a``, and again from there behind 9 and ``z``); ``+`` the gradient of
-    weights where it is a pass of its own; a dot waits. Times are
-    rounded to columns.
+    A digit is a forward pass and a letter a backward pass of the microbatch with that number
+    (counted from 0 and ``a``; the count starts again after 9 and ``z``). ``+`` is a separate pass
+    for the gradient of weights, and a dot is idle time. Times are rounded to columns.
 
     Args:
-        done: what ``simulate`` returned.
-        columns: for the whole step.
+        done: the result of ``simulate``.
+        columns: number of columns for the whole step.
 
     >>> from costmodels.orders import Work, named_order, simulate
     >>> print(drawn(simulate(named_order("1f1b", 2, 3), [Work(1.0, 1.0)] * 2), columns=8))

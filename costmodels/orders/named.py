@@ -1,15 +1,15 @@
 """The orders of passes that have names.
 
 - ``gpipe``: all forward passes first (Huang et al. 2019).
-- ``1f1b``: as many forward passes as there are stages behind, then one of each
+- ``1f1b``: one warmup forward pass per later stage, then one forward and one backward pass in turn
   (PipeDream-Flush: Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training").
-- ``interleaved``: the same over several chunks per device, microbatches in groups of ``stages``
-  (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
-  Megatron-LM", section 2.2).
-- ``zb-h1``, ``zb-h2``: gradients of weights apart, behind by as many microbatches as fill the
-  ramp (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2). H1 holds what the first
-  stage of 1F1B holds, on every stage; H2 almost twice that.
-- ``zb-v``: two chunks per device, laid out forth and back, so that the device that begins the
+- ``interleaved``: the same over several chunks per device, with microbatches in groups of
+  ``stages`` (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters
+  Using Megatron-LM", section 2.2).
+- ``zb-h1``, ``zb-h2``: gradients of weights are separate passes, delayed by enough microbatches to
+  fill the ramp (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2). With H1, every
+  stage holds what the first stage of 1F1B holds; with H2, almost twice that.
+- ``zb-v``: two chunks per device, placed forth and back, so that the device that begins the
   forward pass also ends it (the same paper, section 6). Every device holds what the first stage of
   1F1B holds, and idles only while the first microbatch reaches it.
 """
@@ -31,8 +31,8 @@ def _gpipe(p: int, m: int, device: int) -> _Tasks:
 
 
 def _behind(m: int, device: int, ahead: int, late: int | None) -> _Tasks:
-    """``ahead`` forward passes, then one of each; gradients of weights ``late`` microbatches
-    behind."""
+    """``ahead`` forward passes, then one forward and one backward pass in turn; gradients of
+    weights follow ``late`` microbatches later."""
     out: _Tasks = [(FORWARD, device, i) for i in range(min(ahead, m))]
     for i in range(m):
         if i + ahead < m:
@@ -62,11 +62,11 @@ _PLAIN: Mapping[str, Callable[[int, int, int], _Tasks]] = MappingProxyType(
 )
 
 NAMES = (*_PLAIN, "interleaved", "zb-v")
-"""The schedules that ``named_order`` knows."""
+"""The schedules that ``named_order`` supports."""
 
 
 def chunks_of(name: str) -> int:
-    """Chunks of the model per device that a name asks for; 1 where it says nothing.
+    """Chunks of the model per device that a name specifies; 1 by default.
 
     >>> chunks_of("interleaved-2"), chunks_of("zb-v"), chunks_of("1f1b")
     (2, 2, 1)
@@ -84,11 +84,11 @@ def named_order(name: str, stages: int, microbatches: int, virtual: int = 1) -> 
         name: one of `NAMES`, or ``"interleaved-2"`` for two chunks per device.
         stages: devices, or groups of them.
         microbatches: parts of the batch.
-        virtual: chunks of the model per device; more than one for ``interleaved`` alone, and two
+        virtual: chunks of the model per device; more than one only for ``interleaved``, and two
             for ``zb-v``.
 
     Raises:
-        OrderError: the name is not known, or the schedule does not run such counts.
+        OrderError: the name is not known, or the schedule does not support these counts.
 
     >>> [str(task) for task in named_order("1f1b", 2, 2).devices[1][:2]]
     ['F0 of chunk 1', 'B0 of chunk 1']
@@ -144,7 +144,7 @@ def _forth_and_back(p: int, m: int) -> Order:
 
 
 def _v(p: int, m: int, device: int) -> _Tasks:
-    """What a device does, with microbatches enough to fill the pipeline."""
+    """The tasks of a device, for enough microbatches to fill the pipeline."""
     chunks = (device, 2 * p - 1 - device)
     out: _Tasks = []
     done: dict[tuple[str, int], int] = {}

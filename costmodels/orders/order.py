@@ -1,4 +1,4 @@
-"""What an order of passes is."""
+"""Orders of passes: the tasks of every device of a pipeline, in sequence."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ KINDS = (FORWARD, BACKWARD, WEIGHTS)
 
 
 class OrderError(ValueError):
-    """An order that is no schedule: a pass is missing, done twice, or on the wrong device."""
+    """An order that is not a schedule: a pass is missing, occurs twice, or is on the wrong
+    device."""
 
 
 class Task(NamedTuple):
     """One pass of one microbatch through one chunk of the model.
 
     Attributes:
-        kind: ``F``, the forward pass; ``B``, the backward pass: of the input's gradient alone where
-            the order has ``W``; ``W``, the gradient of the weights.
+        kind: ``F``, the forward pass; ``B``, the backward pass (only the gradient of the input if
+            the order has ``W``); ``W``, the gradient of the weights.
         chunk: counted in the order of the forward pass.
         microbatch: counted from 0.
     """
@@ -34,16 +35,16 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True)
 class Order:
-    """A schedule: what every device does, one after the other.
+    """A schedule: the tasks of every device, in order.
 
     Attributes:
-        name: of the schedule.
+        name: name of the schedule.
         devices: per device (or group of devices that holds a stage), its tasks in order.
         place: per chunk, the device that holds it.
         microbatches: parts of the batch.
 
     Raises:
-        OrderError: a pass is missing, done twice, or on a device that lacks the chunk.
+        OrderError: a pass is missing, occurs twice, or is on a device that lacks the chunk.
     """
 
     name: str
@@ -53,7 +54,7 @@ class Order:
 
     @property
     def splits_weights(self) -> bool:
-        """Whether the gradients of weights are passes of their own."""
+        """Whether the gradients of weights are separate passes."""
         return any(t.kind == "W" for tasks in self.devices for t in tasks)
 
     def __post_init__(self) -> None:
@@ -102,12 +103,12 @@ class Order:
 
     @property
     def split(self) -> bool:
-        """Whether gradients of weights are passes of their own."""
+        """Whether gradients of weights are separate passes."""
         return any(task[0] == WEIGHTS for task in self.devices[self.place[0]])
 
     def in_flight(self) -> tuple[int, ...]:
-        """Per device, the most passes through its chunks whose activations it holds at once: of
-        those whose forward pass has run and whose last backward pass has not."""
+        """Per device, the largest number of passes through its chunks whose activations it holds at
+        once: the forward pass has run, and the last backward pass has not."""
         last = WEIGHTS if self.split else BACKWARD
         out = []
         for tasks in self.devices:

@@ -1,13 +1,13 @@
-"""What an order of passes takes: an event simulation of single passes.
+"""The time that an order of passes takes: an event simulation of single passes.
 
-A task starts when the one before it on its device has ended and what it reads has arrived:
+A task starts when the previous task on its device has ended and its inputs have arrived:
 
 - ``F`` of a chunk reads ``F`` of the chunk before it,
 - ``B`` reads ``B`` of the chunk behind it, and of the last chunk ``F``,
 - ``W`` reads ``B`` of its chunk.
 
-What ``B`` reads of its own ``F`` is there then. Transfers take time and no device: a device sends
-while it computes the next task.
+The results of ``F`` that ``B`` of the same chunk reads are available by then. Transfers take time
+but occupy no device: a device sends while it computes the next task.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from costmodels.orders.order import BACKWARD, FORWARD, WEIGHTS, Order, Task
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one microbatch takes in one chunk.
+    """Time and memory that one microbatch takes in one chunk.
 
     Attributes:
         forward_s: seconds of the forward pass.
         backward_s: seconds of the input's gradient.
         weights_s: seconds of the weights' gradient; part of the backward pass where an order does
             not split that.
-        held_bytes: of what the forward pass leaves for the backward passes.
-        late_bytes: of what is left between ``B`` and ``W``, if the order has both.
+        held_bytes: bytes that the forward pass leaves for the backward passes.
+        late_bytes: bytes that remain between ``B`` and ``W``, if the order has both.
     """
 
     forward_s: float
@@ -45,7 +45,7 @@ class Simulated:
 
     Attributes:
         order: the order.
-        work: per chunk.
+        work: the work per chunk.
         ends: per device, the seconds at which its tasks end, in order.
         step_s: seconds until the last task ends.
         busy_s: per device, seconds of its tasks.
@@ -61,7 +61,7 @@ class Simulated:
 
     @property
     def bubble(self) -> float:
-        """The share of the step that the busiest device waits."""
+        """The share of the step for which the busiest device is idle."""
         return 1.0 - max(self.busy_s) / self.step_s if self.step_s > 0 else 0.0
 
     def seconds_of(self, task: Task) -> float:
@@ -69,7 +69,7 @@ class Simulated:
         return _seconds(self.order, self.work, task.kind, task.chunk)
 
     def held_over_time(self, device: int) -> list[tuple[float, float]]:
-        """Seconds, and bytes held from then on."""
+        """Pairs of a time in seconds, and the bytes held from then on."""
         now, out = 0.0, []
         for task, end in zip(self.order.devices[device], self.ends[device], strict=True):
             now += _change(self.order, self.work, task.kind, task.chunk)
@@ -98,11 +98,11 @@ def _change(order: Order, work: Sequence[Work], kind: str, chunk: int) -> float:
 
 
 def simulate(order: Order, work: Sequence[Work], transfer_s: float = 0.0) -> Simulated:
-    """When every task of an order runs, and what the devices hold.
+    """Compute when every task of an order runs, and what the devices hold.
 
     Args:
         order: the order.
-        work: per chunk.
+        work: the work per chunk.
         transfer_s: seconds from the end of a pass until another device can read its result.
 
     Raises:
@@ -115,7 +115,7 @@ def simulate(order: Order, work: Sequence[Work], transfer_s: float = 0.0) -> Sim
     rows, most = _rows(order, work, transfer_s), []
     ends: list[list[float]] = [[] for _ in order.devices]
     at = [0] * len(order.devices)
-    waiting: dict[int, int] = {}  # per row of results, whom to wake
+    waiting: dict[int, int] = {}  # id of a row of results -> the device that waits for it
     ready = list(range(len(order.devices)))[::-1]
     while ready:
         device = ready.pop()
@@ -157,8 +157,8 @@ _Row = tuple[list[float | None], list[float | None], float, float]
 
 
 def _rows(order: Order, work: Sequence[Work], transfer_s: float) -> dict[str, list[_Row]]:
-    """Per kind and chunk: when what it reads is made, by microbatch; where to write when it ends;
-    its seconds; seconds of the transfer."""
+    """Per kind and chunk: the times at which its inputs are ready, by microbatch; the list for the
+    times at which it ends; its seconds; seconds of the transfer."""
     m, place = order.microbatches, order.place
     last = len(place) - 1
     end_times: dict[str, list[list[float | None]]] = {

@@ -1,8 +1,8 @@
-"""Compile the probes ahead of time: what a TPU compiler estimates in place of a measurement.
+"""Compile the probes ahead of time, with a TPU compiler's estimates in place of measurements.
 
 Nothing runs. Every program is compiled for one device; its time is the sum of the compiler's
-``estimated_cycles``, loops multiplied out, over the clock. Programs with gathers or scatters are
-left out, since the compiler gives those no cycles.
+``estimated_cycles``, loops multiplied out, divided by the clock rate. Programs with gathers or
+scatters are left out, because the compiler estimates no cycles for those.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from executor.verify.aot import TPU_CLOCK_HZ, compile_function, devices_of, tpu_
 from planner.errors import RequestError
 
 UNTOLD = frozenset({"step_latency_s"})
-"""Constants that no estimate tells."""
+"""Constants that no estimate determines."""
 
 
 def compile_probes(
@@ -33,14 +33,14 @@ def compile_probes(
     """Compile the probes for a TPU; no TPU is needed.
 
     Args:
-        cluster: its kind names the compiler, its catalog constants size the programs.
-        dtypes: of products.
-        scale: times the programs' sizes in time.
-        progress: told how far it is.
+        cluster: its kind selects the compiler, and its catalog constants size the programs.
+        dtypes: dtypes of the products.
+        scale: factor on the programs' intended times.
+        progress: called with the current activity and the share that is done.
 
     Raises:
-        RequestError: not a TPU, its compiler is not installed (CompilerAbsentError), or it refused
-            a program.
+        RequestError: the cluster is not a TPU, its compiler is not installed (CompilerAbsentError),
+            or the compiler refused a program.
     """
     if cluster.device.kind not in TPU_CLOCK_HZ:
         known = ", ".join(TPU_CLOCK_HZ)

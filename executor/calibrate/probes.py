@@ -1,7 +1,7 @@
-"""Small programs whose times tell a device's constants: parts of train steps, at local shapes.
+"""Small programs whose times determine a device's constants: parts of train steps, at local shapes.
 
-Each is forward and backward where training has both (`jax.vjp`), so that products come in the
-three forms of a layer, and each reads weights that nothing else has read just before.
+Each runs forward and backward where training has both (`jax.vjp`), so products occur in the three
+forms of a layer, and each reads weights that nothing else has read just before.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SLOW = 1e12
 class Probe:
     """A function of local arrays (rank 1 or more), and their shapes on one device.
 
-    ``kind`` names the family, under which residuals are reported.
+    ``kind`` is the family under which residuals are reported.
     """
 
     kind: str
@@ -35,12 +35,12 @@ class Probe:
 
 
 def probes(device: Device, dtypes: Sequence[str], scale: float = 1.0) -> tuple[Probe, ...]:
-    """The programs for a device, sized by what the catalog says of it.
+    """The programs for a device, sized by its constants in the catalog.
 
     Args:
-        device: its rates say how large a product takes a given time.
-        dtypes: of products; elementwise work is in float32.
-        scale: times every program's intended time; below 1 for a quick look.
+        device: its rates determine the size of a product that takes a given time.
+        dtypes: dtypes of the products; elementwise work is in float32.
+        scale: factor on every program's intended time; below 1 for a quick run.
     """
     rate = device.matmul_flops_per_s("float32") * device.matmul_efficiency
     side = _sides(rate, scale)
@@ -65,7 +65,8 @@ def probes(device: Device, dtypes: Sequence[str], scale: float = 1.0) -> tuple[P
     out += [small(32), small(128)]
     wide = 1 if rate < _SLOW else 4
     for image, width, stride in ((16, 32, 1), (8, 64, 1), (16, 64, 2)):
-        flops = 324.0 * image**2 * (wide * width) ** 2 / stride**2  # of one image, both ways
+        # of one image, forward and backward
+        flops = 324.0 * image**2 * (wide * width) ** 2 / stride**2
         batch = max(4, round(scale * rate * 1e-3 / flops))
         out.append(convolution(batch, image, wide * width, stride))
     out += [recurrent(32, 4, short), recurrent(32, 16, middle)]
@@ -162,7 +163,7 @@ def gelu(rows: int, width: int) -> Probe:
 
 
 def norm(rows: int, width: int) -> Probe:
-    """Layer normalisation."""
+    """Layer normalization."""
 
     def normed(x: Any, scale: Any, shift: Any) -> Any:
         mean = jnp.mean(x, -1, keepdims=True)
@@ -180,7 +181,7 @@ def softmax(rows: int, width: int) -> Probe:
 
 
 def small(count: int) -> Probe:
-    """A chain of kernels of a few hundred numbers: starts and little else."""
+    """A chain of kernels on a few hundred numbers: their starts take most of the time."""
 
     def chain(x: Any) -> Any:
         for _ in range(count):
@@ -191,7 +192,7 @@ def small(count: int) -> Probe:
 
 
 def launches(count: int) -> Probe:
-    """A chain of products of 16x16: on GPUs a kernel each, since nothing fuses two products."""
+    """A chain of 16x16 products: one kernel each on GPUs, because nothing fuses two products."""
 
     def chain(x: Any, w: Any) -> Any:
         for _ in range(count):
@@ -237,7 +238,7 @@ def recurrent(steps: int, rows: int, width: int) -> Probe:
 
 
 def embedding(vocabulary: int, tokens: int, width: int) -> Probe:
-    """Rows of a table, and the gradient added back to them."""
+    """A lookup of rows of a table, with the gradient added to those rows."""
 
     def look_up(indices: Any, cotangent: Any, table: Any) -> Any:
         rows, back = jax.vjp(lambda t: t[indices], table)

@@ -1,8 +1,9 @@
-"""What a calibration has measured so far, in a folder beside its file, so that the same command
-goes on where it was interrupted.
+"""Measurements of an unfinished calibration, in a folder beside its file, so that the same command
+continues where it was interrupted.
 
 The folder holds the compiled programs (JAX's persistent compilation cache) and the times of every
-finished round. It is of one request: another cluster, device, jax or list of programs starts anew.
+finished round. It belongs to one request: another cluster, device, version of JAX, scale or list of
+programs starts from the beginning.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ _CACHE = {
 
 
 class Rounds:
-    """Times of finished rounds, seconds by program, kept in a folder if there is one.
+    """Times of finished rounds, in seconds per program, stored in a folder if there is one.
 
     Args:
-        folder: where they are kept; None keeps nothing.
-        request: what was asked for, plain values; rounds of another request are dropped.
+        folder: where the rounds are stored; None stores nothing.
+        request: the request as plain values; stored rounds of another request are dropped.
     """
 
     def __init__(self, folder: Path | None, request: Mapping[str, object]) -> None:
@@ -44,14 +45,14 @@ class Rounds:
             content = json.loads(path.read_text())
             fits = content["request"] == self.request
             rounds = [[float(s) for s in times] for times in content["rounds"]] if fits else []
-        except (OSError, ValueError, KeyError, TypeError):  # none yet, or not written by this
+        except (OSError, ValueError, KeyError, TypeError):  # no file yet, or a foreign one
             return []
         programs = self.request["programs"]
         size = len(programs) if isinstance(programs, list) else 0
         return rounds if all(len(times) == size for times in rounds) else []
 
     def add(self, times: Sequence[float]) -> None:
-        """Keep a finished round."""
+        """Add a finished round, and store it."""
         self.done.append(list(times))
         if self.folder is not None:
             self.folder.mkdir(exist_ok=True)
@@ -60,13 +61,13 @@ class Rounds:
 
 
 def folder_of(out: Path) -> Path:
-    """The folder beside a profile that is not finished."""
+    """The folder beside an unfinished profile."""
     return out.with_name(out.name + ".part")
 
 
 @contextmanager
 def compiled_in(folder: Path) -> Iterator[None]:
-    """Compiled programs go to the folder, and come from there."""
+    """Write compiled programs to the folder, and read them from there."""
     settings = {"jax_compilation_cache_dir": str(folder / "compiled"), **_CACHE}
     before = {name: getattr(jax.config, name) for name in settings}
     _set(settings)

@@ -1,11 +1,11 @@
-"""Run the probes on the devices present: what `costmodels.calibrate.fit` is given.
+"""Run the probes on the devices present, to get the samples for `costmodels.calibrate.fit`.
 
 Every program runs on all devices at once, as a train step does, so devices that share cores, memory
-or power are timed at the share that each gets. Programs take turns, in another order every round,
-so that a slow moment of the machine hits all alike; a program's time is the median of its rounds.
-On an accelerator a round runs a short program many times, one behind the other, as steps of a
-training follow each other: the host starts the next while one runs. So programs that run about as
-long as the host takes to start one measure the host and are left out.
+or power are timed at the share that each gets. Programs run in a different order every round, so a
+slow moment of the machine affects all alike; a program's time is the median of its rounds.
+On an accelerator, a round runs a short program many times back to back, like the steps of a
+training run: the host starts the next run while one executes. Programs that run about as long as
+the host takes to start one would measure the host, so they are left out.
 """
 
 from __future__ import annotations
@@ -37,22 +37,25 @@ from planner.step.analysis import analyse
 
 WARMUP = 2
 ROUND_S, MOST_RUNS = 0.02, 50
-"""On an accelerator a program runs in a round until it took this long; at most so often."""
+"""On an accelerator, a round repeats a program for about this long, at most this many times."""
 HOSTS = 1.5
-"""On an accelerator, programs below this many times the fastest one's time are left out."""
+"""On an accelerator, programs below this multiple of the fastest program's time are left out."""
 TOO_SHORT = "runs no longer than its host takes to start it"
 COPIES_S = (1e-4, 1e-3, 1e-2)
-"""What copies to the host and back should take, by the catalog."""
+"""Intended times of copies to the host and back, by the catalog's rate."""
 Progress = Callable[[str, float], None]
-"""Called with what is being done and how much of it is done, 0 to 1."""
+"""Called with the current activity and the share of it that is done, 0 to 1."""
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """Samples, and ``noise``: the median over programs of how far the middle half of a program's
-    rounds is spread, relative to their median. ``left_out``: programs that are too short, or that
-    the devices or their compiler refused, each with the first line of why. ``follow``: whether
-    programs ran one behind the other, so that the start of a step is not measured."""
+    """Samples, and how they were taken.
+
+    ``noise``: the interquartile range of a program's rounds relative to their median; the median
+    over programs. ``left_out``: programs that are too short, or that the devices or their compiler
+    refused, each with the first line of the reason. ``follow``: whether programs ran back to back,
+    so that the start of a step is not measured.
+    """
 
     samples: tuple[Sample, ...]
     noise: float
@@ -62,14 +65,14 @@ class Sampled:
 
 @dataclass(frozen=True)
 class _Program:
-    """A sample without its time, its program compiled, and arguments."""
+    """A sample without its time, its compiled program, and arguments."""
 
     sample: Sample
     compiled: Any
     args: tuple[jax.Array, ...]
 
     def seconds(self, runs: int, clock: Callable[[], float]) -> float:
-        """Of one run, the mean of some that follow each other."""
+        """Seconds of one run: the mean of ``runs`` runs back to back."""
         begun = clock()
         for _ in range(runs - 1):
             self.compiled(*self.args)
@@ -92,16 +95,16 @@ def run_probes(
 
     Args:
         cluster: its catalog constants size the programs.
-        dtypes: of products.
-        rounds: timed runs of every program, at least 2.
-        scale: times the programs' sizes in time; below 1 for a quick look.
+        dtypes: dtypes of the products.
+        rounds: timed rounds of every program, at least 2.
+        scale: factor on the programs' intended times; below 1 for a quick run.
         devices: None takes ``jax.devices()``.
-        progress: told how far it is.
-        clock: seconds.
-        folder: where finished rounds are kept and found again (`executor.calibrate.resume`).
+        progress: called with the current activity and the share that is done.
+        clock: returns the time in seconds.
+        folder: where finished rounds are stored and read again (`executor.calibrate.resume`).
 
     Raises:
-        RequestError: fewer devices are present than the cluster has, or none runs a program.
+        RequestError: fewer devices are present than the cluster has, or no program runs on them.
     """
     programs, left_out = _programs(_requests(cluster, dtypes, scale, devices), progress)
     if not any(not p.sample.collectives and not p.sample.copies for p in programs):
@@ -133,14 +136,15 @@ def run_probes(
 
 
 def long_enough(samples: Sequence[Sample]) -> tuple[list[Sample], list[str]]:
-    """The samples of programs that outlast their start by the host, and the names of the others."""
+    """Samples of programs that run longer than the host takes to start them, and the names of the
+    other programs."""
     least = HOSTS * min(s.seconds for s in samples)
     short = [f"{s.kind} {s.name}: {TOO_SHORT}" for s in samples if s.seconds < least]
     return [s for s in samples if s.seconds >= least], short
 
 
 def _runs(program: _Program, clock: Callable[[], float]) -> int:
-    """Runs of a program in a round."""
+    """Number of runs of a program in a round."""
     program.seconds(1, clock)
     return max(1, min(MOST_RUNS, round(ROUND_S / max(program.seconds(3, clock), 1e-9))))
 
@@ -148,7 +152,7 @@ def _runs(program: _Program, clock: Callable[[], float]) -> int:
 def kernel_counts(
     function: Callable[..., Any], shapes: Sequence[Any], device: Device
 ) -> tuple[KernelCount, ...]:
-    """What the planner counts in a function of local arrays: its kernels on one device."""
+    """The kernels on one device that the planner counts in a function of local arrays."""
     traced = trace(function, tuple(shapes))
     rules = traced.rules
     groups = build_groups(traced.graph, rules)
@@ -162,7 +166,8 @@ def kernel_counts(
 
 
 class _Request(NamedTuple):
-    """A program to compile: its sample without a time, what compiles it, and what counts it."""
+    """A program to compile: its sample without a time, a function that compiles it, and one that
+    counts its kernels."""
 
     sample: Sample
     ready: Callable[[], tuple[Any, tuple[jax.Array, ...]]]
@@ -179,7 +184,7 @@ def _requests(
     device, flat = cluster.device, build_mesh(MeshSpec(NAMES[1:], (cluster.num_devices,)), devices)
     platform = flat.devices.flat[0].platform
     alone = probes(device, dtypes, scale)
-    if platform == "gpu":  # where chains of reductions become one kernel
+    if platform == "gpu":  # a chain of reductions becomes one kernel there
         others = [p for p in alone if p.kind != "start"]
         alone = (*others, launches(128), launches(512), *fused_attention(device, scale))
     out = []
@@ -204,7 +209,7 @@ def _requests(
 
 
 def _programs(requests: Sequence[_Request], progress: Progress) -> tuple[list[_Program], list[str]]:
-    """The programs, compiled and run once, and those that can't be."""
+    """The programs, compiled and run once, and the names of those for which that failed."""
     programs: list[_Program] = []
     left_out: list[str] = []
     for k, (sample, ready, counts) in enumerate(requests):
@@ -222,7 +227,7 @@ def _programs(requests: Sequence[_Request], progress: Progress) -> tuple[list[_P
 
 
 def _copied(length: int, there: bool, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[jax.Array, ...]]:
-    """A copy to the hosts' memory or back, by every device, and its argument."""
+    """A compiled copy from every device to its host's memory or back, and its argument."""
     spec = jax.sharding.PartitionSpec(mesh.axis_names)
     device = jax.sharding.NamedSharding(mesh, spec)
     host = jax.sharding.NamedSharding(mesh, spec, memory_kind="pinned_host")
@@ -236,7 +241,7 @@ def _copied(length: int, there: bool, mesh: jax.sharding.Mesh) -> tuple[Any, tup
 def _compiled(
     function: Callable[..., Any], shapes: Sequence[Any], mesh: jax.sharding.Mesh
 ) -> tuple[Any, tuple[jax.Array, ...]]:
-    """The function on every device of a mesh, and random arguments."""
+    """The function, compiled to run on every device of a mesh, and random arguments."""
     spec = jax.sharding.PartitionSpec(mesh.axis_names)
     sharding = jax.sharding.NamedSharding(mesh, spec)
     count = mesh.devices.size
@@ -247,7 +252,7 @@ def _compiled(
             full, key = (count * shape.shape[0], *shape.shape[1:]), jax.random.key(k)
             if jnp.issubdtype(shape.dtype, jnp.integer):
                 out.append(jax.random.randint(key, full, 0, 256, shape.dtype))
-            else:  # products of such matrices neither grow nor vanish
+            else:  # with this scale, products of matrices neither grow nor vanish
                 scale = shape.shape[0] ** -0.5
                 out.append((scale * jax.random.normal(key, full)).astype(shape.dtype))
         return out

@@ -1,4 +1,4 @@
-"""Leaves of a state as they are saved, and as they are wanted back."""
+"""Leaves of a state: as they are saved, and as they are requested on restore."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from executor.processes.meet import meet
 
 @dataclass(frozen=True)
 class RequestedLeaf:
-    """A leaf that is wanted back.
+    """A leaf to restore.
 
     Attributes:
-        like: what was given for it.
-        struct: what has to be on disk: shape, dtype, and sharding where it goes to devices.
+        like: the value that the caller passed for it.
+        struct: the expected shape and dtype on disk, and the sharding if it goes to devices.
     """
 
     like: Any
     struct: jax.ShapeDtypeStruct
 
     def restore_args(self) -> ocp.RestoreArgs:
-        """For Orbax: to devices, or as an array of NumPy."""
+        """Arguments for Orbax: restore to devices, or as a NumPy array."""
         if self.struct.sharding is None:
             return ocp.RestoreArgs(restore_type=np.ndarray)
         return ocp.ArrayRestoreArgs(
@@ -47,12 +47,13 @@ class RequestedLeaf:
         return sharding is not None and not sharding.addressable_devices
 
     def fits(self, got: Stored) -> bool:
-        """Whether another dtype will do: of a number of Python only its kind counts."""
+        """Whether a leaf saved with another dtype fits: for a Python number, only the kind of dtype
+        has to match."""
         same_kind = got.dtype.kind == self.struct.dtype.kind
         return isinstance(self.like, _NUMBERS) and got.shape == () and same_kind
 
     def made(self, read: Any) -> Any:
-        """The leaf, from what was read (None of an empty array)."""
+        """The restored leaf, from what was read (None for an empty array)."""
         if self.is_elsewhere:
             struct = self.struct
             read = jax.make_array_from_single_device_arrays(
@@ -63,7 +64,7 @@ class RequestedLeaf:
         if isinstance(self.like, _NUMBERS):
             return type(self.like)(np.asarray(read).item())
         if _is_key(self.like):
-            kind = jax.random.key_impl(jnp.empty((0,), self.like.dtype))  # of shapes too
+            kind = jax.random.key_impl(jnp.empty((0,), self.like.dtype))  # works for shapes too
             return jax.random.wrap_key_data(read, impl=str(kind))
         return read
 
@@ -72,10 +73,10 @@ _NUMBERS = (bool, int, float, complex)
 
 
 def arrays_to_save(leaves: Sequence[tuple[Path, Any]]) -> dict[Path, Any]:
-    """Leaves as arrays: keys as their data, numbers of Python as arrays of NumPy.
+    """Leaves as arrays: PRNG keys as their data, Python numbers as NumPy arrays.
 
     Raises:
-        CheckpointError: a leaf is neither; names it.
+        CheckpointError: a leaf is none of these; names it.
     """
     out: dict[Path, Any] = {}
     for path, leaf in leaves:
@@ -92,10 +93,11 @@ def arrays_to_save(leaves: Sequence[tuple[Path, Any]]) -> dict[Path, Any]:
 
 
 def check_holders(leaves: Mapping[Path, Any]) -> None:
-    """Whether no two processes have an array of their own under one name; all call it.
+    """Check that no two processes have a process-local array with the same name. All processes
+    must call it.
 
     Raises:
-        CheckpointError: some have; names it. In all processes.
+        CheckpointError: some have one; names it. Raised in all processes.
     """
     if jax.process_count() == 1:
         return
@@ -113,13 +115,13 @@ def check_holders(leaves: Mapping[Path, Any]) -> None:
 
 
 def _twice(names_by_process: list[list[str]]) -> list[str]:
-    """Names that are in more than one list."""
+    """Names that occur in more than one list."""
     counts = Counter(name for names in names_by_process for name in names)
     return [name for name, count in counts.items() if count > 1]
 
 
 def wanted(like: Any, shardings: Any) -> dict[Path, RequestedLeaf]:
-    """What is asked for, by path, in JAX's order.
+    """The requested leaves by path, in JAX's order.
 
     Raises:
         CheckpointError: ``shardings`` has another form, or a leaf is neither array nor number.
@@ -139,7 +141,7 @@ def wanted(like: Any, shardings: Any) -> dict[Path, RequestedLeaf]:
 
 
 def stored_struct(leaf: Stored) -> jax.ShapeDtypeStruct:
-    """Shape and dtype alone."""
+    """Shape and dtype of a leaf, without a sharding."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
 

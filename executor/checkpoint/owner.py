@@ -1,14 +1,14 @@
 """One owner of a run directory: a lock with a lease, and a number that fences out earlier owners.
 
-The owner with number n holds the file ``owner-<n>.json``, created exclusively, which works on
-shared file systems where locks do not. A thread of the owner counts up in the file. Another process
-that sees the count stand still for `LEASE_S` seconds of its own clock takes over: it creates the
-file with the next number and removes the one before. So no clocks are compared. Where owner and
-newcomer are on one machine and the owner's process has ended, it takes over at once.
+Owner number n holds the file ``owner-<n>.json``. It is created exclusively, which works on shared
+file systems where locks do not. A thread of the owner increments a count in the file. Another
+process that sees the same count for `LEASE_S` seconds of its local clock takes over: it creates the
+file with the next number and removes the previous one. So no clocks are compared. If owner and
+newcomer are on one machine and the owner's process has ended, the newcomer takes over at once.
 
-An owner that was stopped and wakes up finds its file gone, or a higher number: `Owner.check` is
-called before everything that it writes (decision 013). What it was in the middle of writing lies in
-`workplace`, where the new owner puts a file in place of the folder: nothing can be made there then.
+If an owner was stopped and resumes, its file is gone, or there is a higher number: `Owner.check`
+runs before everything that it writes (decision 013). Its unfinished files are in `workplace`. The
+new owner replaces that folder with a file, so nothing more can be created there.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ BEAT_S = 2.0
 
 RECORD_BYTES = 512
 BAR_TRIES = 100
-"""How often a folder is moved away that an earlier owner makes again and again."""
+"""Number of attempts to move away a folder that an earlier owner creates again and again."""
 
 REMOVED = ".removed-"
-"""How names of folders begin that are about to be deleted."""
+"""Prefix of the names of folders that are about to be deleted."""
 _FILE = re.compile(r"owner-([1-9][0-9]{0,14})\.json")
 
 
 class FencedError(CheckpointError):
-    """Another job owns the run directory: it was refused, or has been taken over meanwhile."""
+    """Another job owns the run directory: it did not give it up, or has taken it over meanwhile."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """Who owns a run directory.
+    """Identity of the owner of a run directory.
 
     Attributes:
         number: counts owners from 1; the highest is the owner.
-        host: its name.
-        pid: of the process that holds the lock, process 0 of its job.
-        start: when that process started, in ticks since the machine did; 0 where unknown.
-        machine: the boot and the process namespace; pids compare where it is equal.
-        since: when it became owner, UTC, in its own clock; for people only.
+        host: name of its host.
+        pid: pid of the process that holds the lock, process 0 of its job.
+        start: when that process started, in clock ticks since boot; 0 if unknown.
+        machine: the boot and the process namespace; pids are comparable where it is equal.
+        since: when it became the owner, in UTC by its local clock; for messages only.
     """
 
     number: int
@@ -88,11 +88,11 @@ class Owner:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise FencedError if another process took over. A few operations on the file system."""
+        """Raise FencedError if another process took over. Costs a few file system operations."""
         highest = max(_numbers(self.folder), default=0)
         if highest == self.me.number:
             with contextlib.suppress(OSError), _file(self.folder, highest).open("rb"):
-                return  # opening asks the server, a listing may be some seconds old
+                return  # opening queries the server; a listing may be some seconds old
         other = _state(self.folder, highest)[2]
         by = "another job" if other is None else f"the job of process {other.pid} on {other.host}"
         raise FencedError(
@@ -138,7 +138,7 @@ def _acquired(folder: File) -> Identity:
         me = _identity(before + 1)
         if not _write(folder, me, 0, released=False, create=True):
             continue
-        if max(_numbers(folder), default=0) != me.number:  # slower than another two
+        if max(_numbers(folder), default=0) != me.number:  # two others were faster
             _file(folder, me.number).unlink(missing_ok=True)
             continue
         for number in _numbers(folder):
@@ -146,14 +146,14 @@ def _acquired(folder: File) -> Identity:
                 if not _state(folder, number)[1]:
                     bar(folder, number)
                 _file(folder, number).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # of an owner of that number, if people removed its file
+        with contextlib.suppress(OSError):  # left by that number, if its file was removed manually
             workplace(folder, me.number).unlink()
         return me
     raise FencedError(f"{folder}: other jobs took it over for {10 * LEASE_S:g} s; try again")
 
 
 def workplace(folder: File, number: int | str) -> File:
-    """The folder in which an owner writes what is unfinished."""
+    """The folder for the unfinished files of an owner."""
     return folder / f".unfinished-{number}"
 
 
@@ -176,8 +176,8 @@ def bar(folder: File, number: int) -> None:
 
 
 def remove(place: File) -> None:
-    """Delete a folder. It is renamed first: who still writes into it does not find it, and can't
-    put a half of it in place."""
+    """Delete a folder. It is renamed first, so a process that still writes into it can't move a
+    half-deleted folder into place."""
     away = place.with_name(f"{REMOVED}{uuid.uuid4().hex}")
     with contextlib.suppress(OSError):
         place.rename(away)
@@ -185,11 +185,11 @@ def remove(place: File) -> None:
 
 
 def _is_gone(folder: File, number: int) -> bool:
-    """Whether an owner released its lock, ended, or stood still for a lease; False if another took
-    over meanwhile.
+    """Whether an owner released its lock, ended, or did not count for a lease; False if another
+    process took over meanwhile.
 
     Raises:
-        FencedError: it is alive.
+        FencedError: the owner is alive.
     """
     begun, first, waits = time.monotonic(), _state(folder, number), False
     while True:
@@ -219,8 +219,8 @@ def _is_gone(folder: File, number: int) -> bool:
 
 
 def _state(folder: File, number: int) -> tuple[int, bool, Identity | None]:
-    """The count of an owner, whether it released the lock, and who it is; -1 and None if the file
-    can't be read."""
+    """The count of an owner, whether it released the lock, and its identity; -1, False and None if
+    the file can't be read."""
     try:
         content = json.loads(_file(folder, number).read_bytes())
         who = Identity(
@@ -237,8 +237,8 @@ def _state(folder: File, number: int) -> tuple[int, bool, Identity | None]:
 
 
 def _write(folder: File, who: Identity, count: int, *, released: bool, create: bool) -> bool:
-    """Write the record in place, in one call; whether that was possible. Without ``create`` the
-    file of an owner that was taken over does not come back."""
+    """Write the record in place, in one call; returns whether that was possible. Without ``create``
+    the removed file of an earlier owner is not created again."""
     record = json.dumps(asdict(who) | {"count": count, "released": released})
     flags = os.O_WRONLY | (os.O_CREAT | os.O_EXCL if create else 0)
     try:
@@ -280,7 +280,7 @@ def _identity(number: int) -> Identity:
 
 
 def _machine() -> str:
-    """What two processes share if they can see each other's pids; empty where unknown."""
+    """A text that is equal for two processes that can see each other's pids; empty if unknown."""
     try:
         boot = File("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -289,7 +289,7 @@ def _machine() -> str:
 
 
 def _start(pid: int) -> int:
-    """When a process started, in ticks since the machine did; 0 if unknown, -1 if it has ended."""
+    """When a process started, in clock ticks since boot; 0 if unknown, -1 if it has ended."""
     try:
         fields = File(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return -1 if fields[0] in "ZX" else int(fields[19])
@@ -311,7 +311,7 @@ _lock = threading.Lock()
 
 
 def hold(folder: File) -> Owner:
-    """As `acquire`; several users in one process share the lock, and each calls `let_go`."""
+    """Like `acquire`, but several users in one process share the lock; each calls `let_go`."""
     place = folder.resolve()
     with _lock:
         owner, users = _held.get(place) or (acquire(folder), 0)
@@ -321,7 +321,7 @@ def hold(folder: File) -> Owner:
 
 
 def let_go(folder: File) -> None:
-    """The last user of a lock in this process releases it."""
+    """Release a lock if this is its last user in this process."""
     place = folder.resolve()
     with _lock:
         owner, users = _held.pop(place)

@@ -1,4 +1,4 @@
-"""Reads the leaves of a saved state, compared with what is asked for and with their checksums."""
+"""Reads the leaves of a saved state, and checks them against the request and their checksums."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from executor.data.agree import everyones_bytes
 def check_leaves(
     requested: Mapping[Path, RequestedLeaf], stored: Contents, where: File, partial: bool
 ) -> None:
-    """Compare leaves with what was saved.
+    """Compare the requested leaves with the saved state.
 
     Args:
-        requested: the leaves that are asked for.
-        stored: what was saved.
+        requested: the requested leaves.
+        stored: the saved state.
         where: the folder of the step, for messages.
-        partial: whether leaves that were saved may be left out.
+        partial: whether saved leaves may be left out.
 
     Raises:
-        CheckpointError: a leaf is missing, has another shape or dtype, or was not asked for.
+        CheckpointError: a leaf is missing, has another shape or dtype, or was not requested.
     """
     for path, leaf in requested.items():
         if path not in stored.leaves:
@@ -53,12 +53,12 @@ def check_leaves(
 def read_leaves(
     requested: Mapping[Path, RequestedLeaf], stored: Contents, folder: File
 ) -> list[Any]:
-    """The leaves that are asked for, in their order.
+    """The requested leaves, in their order.
 
     Args:
         requested: the leaves; each is in ``stored`` (``check_leaves``).
-        stored: what was saved.
-        folder: of the state.
+        stored: the saved state.
+        folder: the folder of the state.
 
     Raises:
         CheckpointError: a file is damaged or can't be read.
@@ -87,7 +87,7 @@ def read_leaves(
 
 
 def _reader() -> ocp.Checkpointer:
-    """Reads what this process wants, and waits for no other: one may want nothing."""
+    """A reader for this process alone. It waits for no other process, which may read nothing."""
     alone = ocp.options.MultiprocessingOptions(
         primary_host=jax.process_index(),
         active_processes={jax.process_index()},
@@ -98,8 +98,8 @@ def _reader() -> ocp.Checkpointer:
 
 
 def _compare(stored: Contents, paths: list[Path]) -> None:
-    """Compare the data files of leaves with their checksums. Each process takes a share, where
-    it can of files that it wrote; all raise CheckpointError if one finds damage."""
+    """Compare the data files of leaves with their checksums. Each process compares a share, if
+    possible of files that it wrote. All raise CheckpointError if one detects damage."""
     files = stored.guard.files_of(stored.names[path] for path in paths)
     count, index = jax.process_count(), jax.process_index()
     wrong = ""

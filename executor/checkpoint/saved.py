@@ -1,4 +1,4 @@
-"""A saved state, wherever it lies: a run's folder, one step of it, Orbax's own, safetensors."""
+"""Saved states in all forms: a run's folder, one step of it, an Orbax folder, safetensors."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ from executor.checkpoint.parts import Stored
 from planner.plan.plan import Plan
 
 _ITEMS = (STATE, "default", "params", "items")
-"""Folders of a step in which a state may lie; all but the first are other programs' habits."""
+"""Folders of a step that may hold a state; all but the first are conventions of other programs."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A saved state, of which no data has been read yet.
+    """A saved state whose data has not been read yet.
 
     Attributes:
         where: the folder or file.
-        leaves: by path.
+        leaves: the leaves by path.
         sequences: the paths of lists.
-        step: its number, None where it has none.
-        steps: those of the run.
-        plan: what it was trained under, if that lies beside it.
-        extra: what else was saved.
+        step: its number, None if it has none.
+        steps: the steps of the run.
+        plan: the plan under which it was trained, if it is stored beside the state.
+        extra: other data saved with it.
         form: "orbax" or "safetensors".
-        owner: of the run's folder when it was saved, in words.
+        owner: owner of the run's folder when the state was saved, as text.
     """
 
     where: File
@@ -68,17 +68,17 @@ class Saved:
 
 
 def open_state(where: File, step: int | None = None, separator: str | None = None) -> Saved:
-    """Look at a saved state; reads no data.
+    """Open a saved state; reads no data.
 
     Args:
         where: a folder of checkpoints by step, one step's folder, a folder that Orbax wrote, a
             ``.safetensors`` file, its ``.index.json``, or a folder of such files.
-        step: which of a run; None takes the latest.
-        separator: what joins keys in the names of safetensors; None takes what the file says that
-            was written here, else "/".
+        step: which step of a run; None takes the latest.
+        separator: joins keys in the names of safetensors; None is "/". The separator that
+            `write_state` stores in a file takes precedence.
 
     Raises:
-        CheckpointError: nothing like that is there, it is damaged, or there is no such step.
+        CheckpointError: there is no state, it is damaged, or there is no such step.
     """
     where = where.absolute()
     files = tensor_files(where)
@@ -105,7 +105,7 @@ def open_state(where: File, step: int | None = None, separator: str | None = Non
 
 
 def steps_in(where: File) -> tuple[int, ...]:
-    """The steps of a run that are whole, in order."""
+    """The complete steps of a run, in order."""
     if not where.is_dir():
         return ()
     folders = {step_name(x.name): x for x in where.iterdir()}
@@ -118,8 +118,8 @@ def verify_saved(where: File, step: int | None = None) -> list[tuple[File, int, 
     """Compare all files of a saved state, or of all states of a run, with their checksums.
 
     Returns:
-        For each: where it is, how many files were compared, their bytes, and the files that have no
-        checksum.
+        For each state: its folder or file, the number of files that were compared, their bytes, and
+        the files that have no checksum.
 
     Raises:
         CheckpointError: files are missing or damaged, or there are no checksums.
@@ -153,21 +153,21 @@ def _verified_tensors(where: File, files: Sequence[File]) -> tuple[int, int, lis
 
 
 def write_state(saved: Saved, to: File, *, form: str, separator: str, max_bytes: int) -> list[File]:
-    """Write a state somewhere else, part by part.
+    """Write a state somewhere else, in parts.
 
     Args:
-        saved: what.
-        to: where; for safetensors a file that ends so, or a folder.
+        saved: the state.
+        to: the destination; for safetensors a file that ends in ``.safetensors``, or a folder.
         form: "orbax" or "safetensors".
         separator: joins keys in the names of safetensors.
         max_bytes: the size above which safetensors are split into several files.
 
     Returns:
-        What was written: files, or the folder of the step.
+        The files that were written, or the folder of the step.
 
     Raises:
-        CheckpointError: it is there already, can't be written, or a leaf can't be read or has no
-            such form; nothing is left then.
+        CheckpointError: the destination exists already or can't be written, or a leaf can't be read
+            or has no counterpart in the form; no files are left in that case.
     """
     separator = separator_of(separator, "the names to write")
     if to.is_dir() and any(to.iterdir()):
@@ -195,7 +195,7 @@ def only(saved: Saved, prefixes: Sequence[Path]) -> Saved:
     """The leaves below some paths.
 
     Raises:
-        CheckpointError: there is none below one of them.
+        CheckpointError: there are no leaves below one of them.
     """
     for prefix in prefixes:
         if not any(path[: len(prefix)] == prefix for path in saved.leaves):
@@ -222,7 +222,7 @@ def cast(saved: Saved, dtype: np.dtype[Any]) -> Saved:
 
 
 def is_float(dtype: np.dtype[Any]) -> bool:
-    """Whether these are real floating-point numbers, those that NumPy does not know included."""
+    """Whether these are real floating-point numbers, including types that NumPy does not know."""
     return dtype.kind == "f" or dtype.name.startswith(("bfloat", "float"))
 
 
@@ -231,7 +231,8 @@ def merged(parts: Sequence[Saved]) -> Saved:
     them.
 
     Raises:
-        CheckpointError: two have a leaf of one name, or one's leaf lies where another has leaves.
+        CheckpointError: two states have a leaf with the same path, or a leaf of one has the path of
+            a container in another.
     """
     leaves: dict[Path, Stored] = {}
     of: dict[Path, File] = {}

@@ -33,9 +33,9 @@ from planner.errors import RequestError
 MEASURED, OFF = 0, 1
 DTYPES = ("float32", "bfloat16")
 NOISY = 0.25
-"""From this noise on the report says that the machine was not quiet."""
+"""Above this noise, the report says that the machine was not quiet."""
 FAR = 0.5
-"""A family of programs whose median is further off than this is named, and fails a check."""
+"""A family of programs with a larger median error is reported, and fails ``--check``."""
 
 _MORE = """\
 Runs small programs on all devices present: products, elementwise work, convolutions, loops, and
@@ -92,14 +92,15 @@ def run_calibrate(options: argparse.Namespace) -> int:
     """Measure, fit, write, print.
 
     Args:
-        options: what ``add_calibrate``'s parser made.
+        options: the parsed options of ``add_calibrate``.
 
     Returns:
-        0 when the profile is written.
+        0 when the profile is written; with ``--check``, 1 if a family of programs is more than
+        ``FAR`` off, else 0.
 
     Raises:
-        RequestError: the cluster can't be read or is not what is present, or the file can't be
-            written.
+        RequestError: the cluster can't be read or does not match the devices present, or the file
+            can't be written.
     """
     out: Path = options.out
     _check_options(options)
@@ -174,7 +175,7 @@ def _check_options(options: argparse.Namespace) -> None:
 
 
 def check_present(cluster: Cluster) -> None:
-    """Raise RequestError unless jax sees the devices that a cluster has."""
+    """Raise RequestError unless JAX sees the devices that a cluster has."""
     devices = jax.devices()
     kind, count = cluster.device.kind, cluster.num_devices
     platform_name, name = devices[0].platform, devices[0].device_kind
@@ -198,7 +199,8 @@ def check_present(cluster: Cluster) -> None:
 
 
 def render_calibration(calibration: Calibration, sampled: Sampled, console: Console) -> None:
-    """Print the residuals of each family, the constants, those kept, and how noisy it was."""
+    """Print the residuals of each family, the fitted constants, the names of those that were not
+    measured, and the noise."""
     render_residuals(calibration.residuals, "what the fit leaves", console)
     constants = Table(title="constants (achieved rates, SI)")
     for column in ("table", "constant", "value"):
@@ -236,15 +238,15 @@ def _render_rest(sampled: Sampled, left: Sequence[Residual], console: Console) -
 
 
 def _present() -> str:
-    """The cluster text of what jax sees; of a CPU as many virtual devices as clusters have by
-    default, unless jax was told how many."""
+    """The cluster text of the devices that JAX sees. On a CPU, the number of virtual devices is
+    that of the default cluster, unless JAX is configured with another number."""
     make_cpu_devices(parse_cluster(DEFAULT_CLUSTER).num_devices)
     return detect_cluster()
 
 
 @contextmanager
 def _progress() -> Iterator[Told]:
-    """A bar on stderr if people watch."""
+    """A progress bar on stderr if that is a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(

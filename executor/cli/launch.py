@@ -132,7 +132,7 @@ def add_launch(commands: Any, text: str) -> None:
 
 
 def run_launch(options: argparse.Namespace) -> int:
-    """Start, watch, tell; raises RequestError."""
+    """Start the job, watch it, and report failures; returns the exit code. Raises RequestError."""
     servers = servers_of(options, os.environ, _say)
     if servers is not None:
         options.processes = 1
@@ -171,7 +171,7 @@ def _say(text: str) -> None:
 
 
 def _tell(outcome: Outcome, logs: Path, left: int) -> None:
-    """Say which process failed first, its last words, and what comes now."""
+    """Print which process failed first, its last lines of output, and whether the job restarts."""
     code = outcome.code
     how = f"ended by signal {code - 128}" if 128 < code < 255 else f"exited with {code}"
     if code == AGAIN:

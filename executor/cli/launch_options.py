@@ -1,4 +1,4 @@
-"""From the options of ``planner launch`` to a job and its launcher."""
+"""Converts the options of ``planner launch`` to a job and its launcher."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ REFUSED = {
     "yarn": "YARN starts no processes that find each other; run the job under Kubernetes, Ray or "
     "ssh to the nodes, with the data where they can read it",
 }
-"""Schedulers that are not launched for, and what to do instead."""
+"""Schedulers that are not supported, and what to do instead."""
 
 ONLY_FOR = {
     "hosts": ("ssh", "mpi"),
@@ -46,11 +46,11 @@ ONLY_FOR = {
     "schema": ("k8s",),
     "apply": ("k8s",),
 }
-"""Options that the other launchers have no use for."""
+"""Options that only some launchers support."""
 
 
 def checked(options: argparse.Namespace) -> None:
-    """Refuse what can't be: raises RequestError."""
+    """Raise RequestError for options that are invalid or do not go together."""
     name = options.launcher
     if name in REFUSED:
         raise RequestError(f"--launcher {name} is not there; {REFUSED[name]}")
@@ -118,7 +118,7 @@ def for_kubernetes(options: argparse.Namespace, servers: Servers | None) -> str:
 
 
 def _name(script: str) -> str:
-    """A name that Kubernetes takes, from the script's.
+    """A name that Kubernetes accepts, from the script's name.
 
     >>> _name("src/Train_GPT.py")
     'train-gpt'
@@ -127,7 +127,7 @@ def _name(script: str) -> str:
 
 
 def launcher_of(options: argparse.Namespace, tell: Callable[[str], None]) -> Launcher:
-    """The launcher that was asked for; raises RequestError."""
+    """The launcher that the options select; raises RequestError."""
     if options.launcher == "ssh":
         return _ssh(options, tell)
     if options.launcher == "mpi":

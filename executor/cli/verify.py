@@ -1,4 +1,4 @@
-"""``planner verify model.py``: a plan's predictions beside what compilers make of the step."""
+"""``planner verify model.py``: compares a plan's predictions with the compiled step."""
 
 from __future__ import annotations
 
@@ -81,16 +81,16 @@ def add_verify(commands: Any, text: str) -> None:
 
 
 def run_verify(options: argparse.Namespace) -> int:
-    """Plan or read the plan, climb the rungs, print.
+    """Make or read the plan, run the rungs, and print.
 
     Args:
-        options: what ``add_verify``'s parser made.
+        options: the parsed options of ``add_verify``.
 
     Returns:
-        0 within every stated tolerance, 1 one was passed.
+        0 within every stated tolerance, 1 if one was exceeded.
 
     Raises:
-        RequestError: what was asked for can't be met, a required compiler among it.
+        RequestError: the request can't be met, for example because a required compiler is missing.
         ModelError: the user's model failed.
     """
     stay_on_cpu()
@@ -135,7 +135,7 @@ def _climb(
 
 
 def _cut(call: CapturedCall, plan: Plan) -> Any:
-    """The step under the plan's recipe: its microbatches and what is computed again."""
+    """The step under the plan's recipe: its microbatches and rematerialization."""
     function = with_logical_axis_rules(call.function)
     return rewritten(function, call.args, plan.recipe)
 
@@ -155,7 +155,7 @@ def _fraction(text: str) -> float:
 
 
 def verification_json(verification: Verification) -> dict[str, Any]:
-    """The verification as plain data; what is infinite is null."""
+    """The verification as plain data; an infinite difference is null."""
 
     def row(row: Row) -> dict[str, Any]:
         return {
@@ -207,7 +207,7 @@ def verification_text(verification: Verification) -> str:
 
 
 MANY_TIMES = 10.0
-"""A relative difference above this is said as a factor."""
+"""A relative difference above this is shown as a factor."""
 
 
 def _rung_lines(rung: Rung) -> list[str]:

@@ -1,7 +1,7 @@
-"""What processes have to agree on when each has its own files: how many steps, and how many rows.
+"""Agreement between processes that each read different files: numbers of steps and of rows.
 
-Each of these is one small collective: all processes have to call it, and in the same order with
-respect to their other collectives.
+All functions except `own_files` are small collectives: all processes have to call them, in the same
+order with respect to their other collectives.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ def own_files(files: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def agreed_steps(mine: int, policy: str = "drop") -> int:
-    """How many steps all processes make when each has its own number: with "drop" the least, with
-    "pad" the most (who has fewer repeats some). Ask once an epoch: who went on alone would hang.
+    """How many steps all processes run when their numbers differ: with "drop" the smallest number,
+    with "pad" the largest (processes with fewer repeat some). Call it once per epoch: a process
+    that continued alone would hang.
 
     Raises:
-        DataError: "leave", or an unknown policy: steps of a program over all processes can't
-            differ.
+        DataError: the policy is "leave" or unknown: all processes must run the same number of
+            steps.
     """
     if policy not in ("drop", "pad"):
         raise DataError(f"policy {policy!r}: processes can't make different numbers of steps")
@@ -46,7 +47,7 @@ def agreed_steps(mine: int, policy: str = "drop") -> int:
 
 
 def everyones(local_array: NDArray[Any]) -> NDArray[Any]:
-    """The arrays of all processes, [processes, ...]; they have one shape and dtype."""
+    """The arrays of all processes, [processes, ...]; all have the same shape and dtype."""
     if jax.process_count() == 1:
         return local_array[np.newaxis]
     from jax.experimental import multihost_utils

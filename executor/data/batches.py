@@ -1,9 +1,9 @@
 """Batches of numbered rows: every process reads only the rows that its devices hold.
 
-All processes walk the same order of rows, drawn from a seed and the epoch: nothing has to be sent
-to agree on it, all make the same number of batches, and a position (epoch and batch) is all that a
-restart needs, with any number of processes. Which rows, and which part of them, a process reads
-follows from the batch's sharding: split over several axes, along the sequence as well, or
+All processes use the same order of rows, drawn from a seed and the epoch. No communication is
+needed to agree on it, all make the same number of batches, and a restart needs only a position
+(epoch and batch), with any number of processes. The batch's sharding determines which rows, and
+which part of them, a process reads: split over several axes, along the sequence as well, or
 replicated over a tensor axis.
 """
 
@@ -33,18 +33,18 @@ from executor.data.sources import Arrays, Elements, Order
 
 
 class Batches:
-    """Batches of a source, placed as a plan wants them, epoch after epoch; an iterator.
+    """Batches of a source, sharded as a plan specifies, epoch after epoch; an iterator.
 
     Args:
         source: a pytree whose leaves have rows in their first dimension (arrays, memory maps), or
             a `Files` or `Elements`.
-        shardings: of one batch, a pytree of the same form or one for all: those of the plan, as
-            ``step.prepare(state, batch).in_shardings[1]``.
+        shardings: shardings of one batch, a pytree of the same form or one for all leaves: those of
+            the plan, such as ``step.prepare(state, batch).in_shardings[1]``.
         batch_size: rows of a batch, over all processes.
-        seed: of the order of rows; None keeps the order of the source.
+        seed: seed of the order of rows; None keeps the order of the source.
         policy: for the rows that do not fill a last batch: "drop" them, "pad" with the first rows
             of the epoch, or "leave" them as a smaller batch.
-        epochs: how many; None goes on for ever.
+        epochs: number of epochs; None continues forever.
         prefetch: batches to read ahead, in a thread.
 
     Raises:
@@ -86,20 +86,20 @@ class Batches:
 
     @property
     def batches_per_epoch(self) -> int:
-        """The same in every process."""
+        """Number of batches in an epoch; the same in every process."""
         whole, rest = divmod(self._rows, self._size)
         return whole + (rest > 0 and self._policy != "drop")
 
     @property
     def position(self) -> Position:
-        """Of the batch that comes next; what was read ahead does not count."""
+        """Position of the next batch; batches that were read ahead do not count."""
         return Position(*self._next, self._rows, self._size, self._seed, self._lanes)
 
     def seek(self, position: Position | Mapping[str, Any]) -> None:
-        """Go to a position, as a Position or its fields.
+        """Go to a position, given as a Position or its fields.
 
         Raises:
-            DataError: it is of other data, another batch size or another order.
+            DataError: it belongs to other data, another batch size or another order.
         """
         target = position_of(position, self.position)
         if target.epoch < 0 or not 0 <= target.batch < self.batches_per_epoch:
@@ -112,10 +112,10 @@ class Batches:
         self._next = (target.epoch, target.batch)
 
     def compare(self) -> None:
-        """Compare the data with that of the other processes, once; the first batch does, too.
+        """Compare the data with that of the other processes, once; the first batch does this too.
 
         Raises:
-            ProcessMismatchError: they differ; in all processes.
+            ProcessMismatchError: they differ; raised in all processes.
         """
         if not self._compared:
             self._compared = True
@@ -181,8 +181,8 @@ class Batches:
 
 
 def side_by_side(order: Order, size: int, lanes: int) -> Order:
-    """An order such that every batch of ``size`` rows takes ``size / lanes`` from each of as many
-    equal runs of the order given; the rows left over stay at the end."""
+    """Reorder rows so that every batch of ``size`` rows takes ``size / lanes`` rows from each of
+    ``lanes`` equal runs of the given order; the rows left over stay at the end."""
     whole = len(order) // size * size
     runs = order[:whole].reshape(lanes, -1, size // lanes)
     return np.concatenate([runs.transpose(1, 0, 2).reshape(-1), order[whole:]])

@@ -1,4 +1,4 @@
-"""What all kinds of batches share: positions, placing rows on devices, reading ahead."""
+"""Shared by all kinds of batches: positions, placing rows on devices, reading ahead."""
 
 from __future__ import annotations
 
@@ -17,28 +17,29 @@ POLICIES = ("drop", "pad", "leave")
 
 
 class DataError(RequestError):
-    """Data that can't be split as asked; says what was got, expected, and what to do."""
+    """Data that can't be split as requested; the message gives the actual and the expected value,
+    and what to do."""
 
 
 class RowLeaf(Protocol):
-    """What is known of one leaf of a row, or of a whole source: arrays have it."""
+    """Shape and dtype of one leaf of a row, or of a whole source; arrays implement it."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Rows first where it is a source's."""
+        """Shape of the leaf, with rows first for a leaf of a source."""
 
     @property
     def dtype(self) -> Any:
-        """Of the elements."""
+        """Dtype of the elements."""
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where in the data a run is: the batch that comes next.
+    """Position of a run in the data: the next batch.
 
-    ``rows``, ``batch_size``, ``seed`` and ``lanes`` say of which data and order (``rows`` is 0
-    where it isn't known); ``states`` are those of the iterators, one a lane, where the block of
-    batches began that the last one was of. Plain numbers and strings, for JSON.
+    ``rows``, ``batch_size``, ``seed`` and ``lanes`` identify the data and its order (``rows`` is 0
+    if unknown). ``states`` are the states of the iterators, one per lane, at the start of the block
+    that the last batch came from. All are plain numbers and strings, for JSON.
     """
 
     epoch: int
@@ -51,10 +52,11 @@ class Position:
 
 
 def position_of(position: Position | Mapping[str, Any], here: Position) -> Position:
-    """A position, or its fields, compared with where a run is now.
+    """A position, or its fields, checked against the current position ``here`` of a run.
 
     Raises:
-        DataError: it is no position, or of other data, another batch size or another order.
+        DataError: it is not a position, or it belongs to other data, another batch size or another
+            order.
     """
     if not isinstance(position, Position):
         fields = dict(position)
@@ -73,7 +75,7 @@ def position_of(position: Position | Mapping[str, Any], here: Position) -> Posit
 
 
 def check_request(batch_size: int, policy: str, prefetch: int) -> None:
-    """Raises DataError for an unknown policy, or sizes that can't be."""
+    """Raise DataError for an unknown policy or invalid sizes."""
     if policy not in POLICIES:
         raise DataError(f"policy {policy!r}: expected one of {', '.join(POLICIES)}")
     if batch_size < 1 or prefetch < 0:
@@ -81,7 +83,7 @@ def check_request(batch_size: int, policy: str, prefetch: int) -> None:
 
 
 def sharding_list(shardings: Any, tree: Any) -> list[jax.sharding.Sharding]:
-    """One sharding a leaf, from a pytree of the same form or of a part of it, or one for all.
+    """One sharding per leaf, from a pytree of the same form or of a part of it, or one for all.
 
     Raises:
         DataError: the forms differ.
@@ -98,7 +100,7 @@ def sharding_list(shardings: Any, tree: Any) -> list[jax.sharding.Sharding]:
 
 
 def check_divides(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> None:
-    """Raises DataError where a batch of this shape can't be split so."""
+    """Raise DataError if a batch of this shape can't be split by the sharding."""
     try:
         sharding.shard_shape(shape)
     except ValueError as error:
@@ -109,7 +111,7 @@ def check_divides(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> No
 
 
 def lanes_of(shardings: Sequence[jax.sharding.Sharding], shapes: Sequence[tuple[int, ...]]) -> int:
-    """How many ways the rows of a batch are split, the most over the leaves of the batch."""
+    """Into how many parts the rows of a batch are split: the largest number over its leaves."""
     return max(
         shape[0] // sharding.shard_shape(shape)[0]
         for sharding, shape in zip(shardings, shapes, strict=True)
@@ -138,11 +140,11 @@ def global_array(
     """One leaf of a batch as a global array.
 
     Args:
-        shape: of the whole batch, rows first.
-        dtype: of its elements.
-        sharding: where it goes.
-        read: (begin, end) -> those rows of the batch; asked once, however many devices here hold
-            them.
+        shape: shape of the leaf in the whole batch, rows first.
+        dtype: dtype of its elements.
+        sharding: its sharding.
+        read: (begin, end) -> those rows of the batch; called once per range, however many local
+            devices hold it.
     """
     rows: dict[tuple[int, int], Any] = {}
 
@@ -158,7 +160,7 @@ def global_array(
 
 
 class RowReader:
-    """Makes items ahead in a thread; an error there is raised where the item is taken."""
+    """Makes items ahead in a thread; `take` raises the errors of the thread."""
 
     def __init__(self, items: Iterator[Any], ahead: int) -> None:
         self.items = items

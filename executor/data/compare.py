@@ -1,4 +1,4 @@
-"""Whether all processes read the same data, compared before the first batch."""
+"""Checks before the first batch whether all processes read the same data."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ def compare_data(
     shardings: Sequence[jax.sharding.Sharding],
     content: Callable[[], tuple[Fingerprint, ...]],
 ) -> None:
-    """Compare rows, seed, options and content of the data between all processes, where its batches
-    go to devices of several.
+    """Compare rows, seed, options and content of the data between all processes, if its batches go
+    to devices of several processes.
 
     Args:
-        position: of the batch that comes next.
-        options: what else the batches depend on, by name.
-        shardings: of the leaves of a batch.
+        position: position of the next batch.
+        options: other options that the batches depend on, by name.
+        shardings: shardings of the leaves of a batch.
         content: reads the rows, or a sample of them.
 
     Raises:
-        ProcessMismatchError: in all processes; names who differs, and in what. Rows that are
-            not the same each time they are read are not compared, with a warning.
+        ProcessMismatchError: the data differs; raised in all processes, and names the differing
+            processes and values. Rows that are not the same each time they are read are not
+            compared; a warning is logged instead.
     """
     devices: set[Any] = {device for sharding in shardings for device in sharding.device_set}
     processes = {device.process_index for device in devices}

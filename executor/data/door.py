@@ -1,4 +1,4 @@
-"""One door to all kinds of sources."""
+"""One entry point for all kinds of sources."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ def shard(
     """Batches of a source for a plan; each process reads its share.
 
     Args:
-        source: arrays, memory maps or a pytree of them, rows first; a list of files; something with
+        source: arrays, memory maps or a pytree of them, rows first; a list of files; an object with
             ``len(source)`` and ``source[k]``, a row, such as a ``grain.MapDataset`` or a
             ``grain.sources.RandomAccessDataSource``; or a function (lane, lanes) -> an iterable of
-            rows, such as a ``grain.IterDataset`` or ``grain.DataLoader``, for which a single
-            process may give the iterable itself.
-        shardings: of one batch, a pytree of the same form or one for all: those of the plan, as
-            ``step.prepare(state, batch).in_shardings[1]``.
+            rows, such as a ``grain.IterDataset`` or ``grain.DataLoader``. A single process may pass
+            the iterable itself.
+        shardings: shardings of one batch, a pytree of the same form or one for all leaves: those of
+            the plan, such as ``step.prepare(state, batch).in_shardings[1]``.
         batch_size: rows of a batch, over all processes.
         policy: for rows that do not fill a batch in all processes: "drop", "pad" or "leave".
-        seed: of the order of rows; None keeps the source's. Iterators have an order of their own,
-            which this leaves alone.
-        epochs: how many; None goes on for ever.
+        seed: seed of the order of rows; None keeps the source's order. It does not affect
+            iterators, which define the order themselves.
+        epochs: number of epochs; None continues forever.
         prefetch: batches to read ahead.
-        read: a file -> a pytree of arrays with rows first; files only, ``.npy`` and ``.npz`` are
-            read without.
-        count: a file -> its rows, where that is cheaper than reading it; files only.
+        read: a file -> a pytree of arrays with rows first; for files only. ``.npy`` and ``.npz``
+            files do not need it.
+        count: a file -> its number of rows, if that is cheaper than reading it; for files only.
 
     Raises:
         DataError: the source is none of these, or `Batches`, `Files` or `Streams` refuse it.
@@ -105,7 +105,7 @@ def _is_walked(source: Any) -> bool:
 
 
 def _maker(source: Any) -> Callable[[int, int], Any]:
-    """Functions as they are; an iterable is one lane for one process."""
+    """Return a function as it is; wrap an iterable as the single lane of a single process."""
     if callable(source):
         maker: Callable[[int, int], Any] = source
         return maker

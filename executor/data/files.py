@@ -1,8 +1,8 @@
-"""Rows in files: counted once, numbered through all files, read file by file.
+"""Rows in files: counted once, numbered across all files, read file by file.
 
 An epoch shuffles the files, and the rows in each. Batches then take equal runs of that order side
-by side (``lanes``, as many as the batch is split ways), so that the devices of one process want
-rows of their own few files, and nobody's run is longer than another's however long the files are.
+by side (``lanes``, one for each part that the batch is split into). The devices of one process
+therefore read rows of only a few files, and all runs are equally long, however long the files are.
 """
 
 from __future__ import annotations
@@ -53,14 +53,15 @@ class Files:
     """Rows of a list of files, the same list in all processes.
 
     Args:
-        files: what ``read`` takes.
-        read: a file -> a pytree of arrays with rows first, of one form; rows may differ in number.
-        count: a file -> its rows, where that is cheaper than reading it. Each process counts its
-            share of the files, then all are told (one collective).
+        files: the arguments of ``read``.
+        read: a file -> a pytree of arrays with rows first, of the same form for all files; the
+            number of rows may differ.
+        count: a file -> its number of rows, if that is cheaper than reading it. Each process counts
+            its share of the files, then one collective shares the counts.
 
     Raises:
-        DataError: no files, no rows, or the first is no pytree of arrays; in all processes when a
-            file of one can't be read.
+        DataError: there are no files or no rows, or the first file is not a pytree of arrays.
+            Raised in all processes if one process can't read a file.
     """
 
     def __init__(
@@ -91,7 +92,8 @@ class Files:
         ]
 
     def order(self, seed: int | None, epoch: int) -> Order:
-        """The files in an order, and the rows of each in an order."""
+        """The order of all rows in an epoch: the files are shuffled, and the rows of each file; a
+        seed of None shuffles nothing."""
         if seed is None:
             return np.arange(self._rows)
         generator = np.random.default_rng([seed, epoch])
@@ -102,7 +104,7 @@ class Files:
         )
 
     def read(self, leaf: int, rows: Order) -> Any:
-        """From the files that are open, and those that have to be opened."""
+        """Read rows of a leaf; opens the files that are not open."""
         like = self.leaves[leaf]
         out = np.empty((len(rows), *like.shape[1:]), like.dtype)
         which = np.searchsorted(self._ends, rows, side="right")
@@ -113,11 +115,11 @@ class Files:
         return out
 
     def hold(self, lanes: int) -> None:
-        """Keep one file a lane open, and one more while a lane goes from one to the next."""
+        """Keep one file per lane open, and one more while a lane moves to its next file."""
         self._most = lanes + 1
 
     def done(self) -> None:
-        """Files stay open: the next batch goes on in them."""
+        """Files stay open: the next batch continues in them."""
 
     def content(self) -> tuple[Fingerprint, ...]:
         """The sizes of SAMPLE files, and the first rows of the first."""
@@ -130,7 +132,7 @@ class Files:
         for k in range(jax.process_index(), len(self.files), jax.process_count()):
             try:
                 local_counts[k] = count(self.files[k]) if count else self._length(self.files[k])
-            except Exception as error:  # told below, when nobody waits for this process any more
+            except Exception as error:  # raised below, when no process waits for this one any more
                 failed, local_counts[k] = error, -2
                 break
         names = "\n".join(os.path.basename(str(file)) for file in self.files).encode()
@@ -178,7 +180,7 @@ class Files:
 
 
 def _size(file: Any) -> Fingerprint:
-    """A file's name and size; no size where it is no file of this host."""
+    """A file's name and size; no size if it is not a file on this host."""
     name = os.path.basename(str(file))
     try:
         size = os.path.getsize(file)

@@ -20,7 +20,7 @@ class Source(Protocol):
 
     Attributes:
         leaves: shapes [rows, ...] and dtypes of the leaves.
-        tree: their form.
+        tree: the tree structure of the leaves.
     """
 
     leaves: list[RowLeaf]
@@ -33,23 +33,23 @@ class Source(Protocol):
         """Some rows of one leaf, [len(rows), ...]."""
 
     def hold(self, lanes: int) -> None:
-        """How many runs of the order are read side by side."""
+        """Set how many runs of the order are read side by side."""
 
     def done(self) -> None:
-        """A batch is made: what was held for it can go."""
+        """Release what was held for a batch that is complete."""
 
     def content(self) -> tuple[Fingerprint, ...]:
-        """What the rows hold, to compare between processes: all of it, or a sample."""
+        """Content of the rows, to compare between processes: all of it, or a sample."""
 
 
 WHOLE = 1 << 32
 """Bytes of an array in memory up to which all of it is compared."""
 SAMPLE = 256
-"""Rows of larger ones, and of files, that are."""
+"""Rows that are compared of larger or memory-mapped arrays; files that are compared of a list."""
 
 
 def sample_rows(rows: int, most: int = SAMPLE) -> Order:
-    """Some rows, evenly spaced, the first and the last among them.
+    """Some rows, evenly spaced, including the first and the last.
 
     >>> sample_rows(1000, 3)
     array([  0, 499, 999])
@@ -58,12 +58,13 @@ def sample_rows(rows: int, most: int = SAMPLE) -> Order:
 
 
 def row_content(leaves: Sequence[Any], what: str) -> tuple[Fingerprint, ...]:
-    """The leaves of some rows."""
+    """Fingerprints of the leaves of some rows."""
     return tuple(Fingerprint(f"{k} {array_hash(x)}", what, x) for k, x in enumerate(leaves))
 
 
 def shuffled(rows: int, seed: int | None, epoch: int) -> Order:
-    """The numbers below ``rows``, in an order drawn from seed and epoch; None keeps theirs."""
+    """The numbers below ``rows``, in an order drawn from seed and epoch; a seed of None keeps their
+    order."""
     if seed is None:
         return np.arange(rows)
     return np.random.default_rng([seed, epoch]).permutation(rows)
@@ -94,7 +95,7 @@ class Arrays:
         return shuffled(self._rows, seed, epoch)
 
     def read(self, leaf: int, rows: Order) -> Any:
-        """Of an array or memory map, only these rows are read."""
+        """Read rows of a leaf; only these rows of an array or memory map are read."""
         array: Any = self.leaves[leaf]
         return np.asarray(array[rows])
 
@@ -105,7 +106,7 @@ class Arrays:
         """Nothing is held."""
 
     def content(self) -> tuple[Fingerprint, ...]:
-        """All of what is in memory and not very large; of the rest SAMPLE rows."""
+        """Arrays in memory of up to WHOLE bytes, and SAMPLE rows of the others."""
         fingerprints: list[Fingerprint] = []
         for k, leaf in enumerate(self.leaves):
             whole = isinstance(leaf, np.ndarray) and not _is_mapped(leaf) and leaf.nbytes <= WHOLE
@@ -124,11 +125,11 @@ def _is_mapped(array: Any) -> bool:
 
 
 class Elements:
-    """A random-access source: ``len(source)`` rows, ``source[k]`` a pytree, one row; such as
-    ``grain.MapDataset`` and ``grain.sources.RandomAccessDataSource``.
+    """A random-access source: it has ``len(source)`` rows, and ``source[k]`` is one row, a pytree.
+    Examples are ``grain.MapDataset`` and ``grain.sources.RandomAccessDataSource``.
 
     Raises:
-        DataError: it is empty or endless, or row 0 is no pytree of arrays.
+        DataError: it is empty or endless, or row 0 is not a pytree of arrays.
     """
 
     def __init__(self, source: Any) -> None:
@@ -152,18 +153,18 @@ class Elements:
         return shuffled(self._rows, seed, epoch)
 
     def read(self, leaf: int, rows: Order) -> Any:
-        """Each row is asked for once a batch, however many leaves it has."""
+        """Read rows of a leaf; each row is read once per batch, however many leaves it has."""
         return np.stack([self._row(int(k))[leaf] for k in rows])
 
     def hold(self, lanes: int) -> None:
-        """A batch's rows are held, whatever the lanes."""
+        """The rows of a batch are held, whatever the number of lanes."""
 
     def done(self) -> None:
-        """Forget the rows."""
+        """Release the rows."""
         self._held.clear()
 
     def content(self) -> tuple[Fingerprint, ...]:
-        """The first row, one in the middle and the last."""
+        """The first row, a middle one and the last."""
         return tuple(
             entry
             for k in sample_rows(self._rows, 3)
@@ -182,7 +183,7 @@ def same_form(row: Any, tree: Any, form: list[Any], where: str) -> list[Any]:
     """The leaves of a row as arrays.
 
     Raises:
-        DataError: they are not as those of the first row (``form``).
+        DataError: their form, shapes or dtypes differ from those of the first row (``form``).
     """
     leaves, row_tree = jax.tree_util.tree_flatten(row)
     if row is None:

@@ -1,12 +1,12 @@
-"""Batches of iterators, which can only be walked through, such as Grain's iterable datasets.
+"""Batches of iterators, which have no random access, such as Grain's iterable datasets.
 
-A batch is made of lanes, equal runs of its rows, as many as the plan splits it ways. Each lane has
-an iterator of its own, made by a function (lane, lanes) -> dataset; a process walks those of the
-lanes that its devices hold. So what is in a batch depends on the lanes alone, and a restart may
-have another number of processes.
+A batch consists of lanes: equal runs of its rows, one for each part that the plan splits it into.
+Each lane has a separate iterator from a function (lane, lanes) -> dataset; a process reads the
+iterators of the lanes that its devices hold. So the content of a batch depends on the lanes alone,
+and a restart may have another number of processes.
 
-Nobody knows how long an iterator is. Processes therefore read a block of batches ahead and agree,
-once a block, how many of it all of them have; with this they tell each other the states of their
+The length of an iterator is not known. Processes therefore read a block of batches ahead and agree,
+once per block, how many of its batches all of them have. They also exchange the states of their
 iterators at the block's start, so that any of them can write a position for all.
 """
 
@@ -40,33 +40,34 @@ from executor.data.sources import row_content, same_form
 from executor.processes.agreement.fingerprints import Fingerprint
 
 BLOCK = 16
-"""Batches that are read before processes agree that all have them; two blocks are held on the
-host: the one that is used and the next."""
+"""Batches that are read before processes agree that all have them; the host holds two blocks: the
+current one and the next."""
 
 Make = Callable[[int, int], Any]
 States = dict[int, str]
-"""By lane."""
+"""States of iterators by lane, as JSON."""
 
 Lanes = dict[int, tuple[int, list[Any]]]
-"""By lane: for how many batches it has rows of its own, and its rows, lists of leaves."""
+"""By lane: number of batches for which it has unrepeated rows, and its rows, lists of leaves."""
 
 
 class Streams:
-    """Batches of iterators, placed as a plan wants them; an iterator itself.
+    """Batches of iterators, sharded as a plan specifies; an iterator itself.
 
     Args:
-        make: (lane, lanes) -> an iterable of rows, pytrees of arrays of one form; every call with
-            the same numbers gives the same rows, calls with other lanes give other rows. Its
-            iterators have ``get_state`` and ``set_state``, as Grain's do; without them every other
-            thing works, but positions walk through the rows before them.
-        shardings: of one batch, a pytree of the same form or one for all.
+        make: (lane, lanes) -> an iterable of rows, pytrees of arrays of the same form. Every call
+            with the same numbers gives the same rows, calls with other lanes give other rows. Its
+            iterators have ``get_state`` and ``set_state``, like Grain's. Without them everything
+            else works, but resuming at a position reads all rows of the epoch before it.
+        shardings: shardings of one batch, a pytree of the same form or one for all leaves.
         batch_size: rows of a batch, over all processes.
-        lanes: None takes as many as the batch is split ways; a position brings its own.
+        lanes: number of lanes; None takes one for each part that the batch is split into. `seek`
+            takes the number from the position.
         policy: when some lanes end before others: "drop" what the longer ones have left, or "pad"
             the shorter ones with their first rows until the longest ends. "leave" is refused: a
             lane can't have fewer rows than another.
-        epochs: how many times all is walked through; None goes on for ever. An endless iterator
-            never comes to the end of its first.
+        epochs: number of passes over the data; None continues forever. An endless iterator never
+            ends its first pass.
         prefetch: batches to put on the devices ahead.
 
     Raises:
@@ -109,14 +110,14 @@ class Streams:
 
     @property
     def position(self) -> Position:
-        """Of the batch that comes next; what was read ahead does not count."""
+        """Position of the next batch; batches that were read ahead do not count."""
         return Position(*self._next, 0, self._size, None, self._lanes, self._states)
 
     def seek(self, position: Position | Mapping[str, Any]) -> None:
-        """Go to a position, as a Position or its fields.
+        """Go to a position, given as a Position or its fields.
 
         Raises:
-            DataError: it is of other data or another batch size, or its lanes do not fit.
+            DataError: it belongs to other data or another batch size, or its lanes do not fit.
         """
         target = position_of(position, self.position)
         states = tuple(target.states)
@@ -129,10 +130,10 @@ class Streams:
         self._next, self._lanes, self._states = (target.epoch, target.batch), target.lanes, states
 
     def compare(self) -> None:
-        """Compare the data with that of the other processes, once; the first batch does, too.
+        """Compare the data with that of the other processes, once; the first batch does this too.
 
         Raises:
-            ProcessMismatchError: they differ; in all processes.
+            ProcessMismatchError: they differ; raised in all processes.
         """
         if not self._compared:
             self._compared = True
@@ -140,7 +141,7 @@ class Streams:
             compare_data(self.position, options, self._shardings, self._content)
 
     def _content(self) -> tuple[Fingerprint, ...]:
-        """The first row of a single lane."""
+        """The first row of the iterator for a single lane."""
         row = next(iter(self._make(0, 1)), None)
         return row_content(jax.tree_util.tree_leaves(row), "the first row")
 
@@ -189,7 +190,8 @@ class Streams:
         self._next, self._states = (epoch + 1, 0), ()
 
     def _block(self) -> None:
-        """Take the next block and agree on it, a collective; one that is not full is the last."""
+        """Take the next block and agree on it with a collective; a block that is not full is the
+        last of the epoch."""
         if self._reader is None:
             self._at = max(0, self._next[1] - 1) // BLOCK * BLOCK
             self._reader = RowReader(self._blocks(), 1)
@@ -225,9 +227,9 @@ class Streams:
         self._over = count < BLOCK
 
     def _blocks(self) -> Iterator[tuple[States, Lanes]]:
-        """Blocks of this process's lanes from batch ``_at`` on: per lane its state before, for how
-        many batches it has rows of its own (-1: it has no rows and would have to pad), and its
-        rows; for ever (at an end, blocks of none)."""
+        """Blocks of this process's lanes from batch ``_at`` on, without end. Per lane: its state
+        before the block, the number of batches for which it has unrepeated rows (0 after its end;
+        -1: it has no rows and would have to pad), and its rows."""
         size, pad = self._size // self._lanes, self._policy == "pad"
         local_lanes = own_lanes(self._shardings, self._shapes, self._lanes)
         walks = {k: _Walk(self._make, k, self._lanes, _state(self._states, k)) for k in local_lanes}
@@ -266,7 +268,8 @@ class Streams:
 
 
 def _taken(reader: RowReader) -> tuple[States, Lanes, Exception | None]:
-    """The next block, or what went wrong: the others have to be told, or would wait for ever."""
+    """The next block, or the error. It is not raised here, because the other processes need it:
+    without it they would wait forever."""
     try:
         states, lanes = reader.take()
         return states, lanes, None
@@ -275,12 +278,12 @@ def _taken(reader: RowReader) -> tuple[States, Lanes, Exception | None]:
 
 
 def _exchange(**fields: Any) -> list[dict[str, Any]]:
-    """What all processes have to say; JSON."""
+    """The fields of all processes, exchanged as JSON."""
     return [json.loads(x) for x in everyones_bytes(json.dumps(fields).encode())]
 
 
 class _Walk:
-    """One lane's iterator, that starts again from its first row when it has to pad."""
+    """One lane's iterator; it restarts from its first row when it has to pad."""
 
     def __init__(self, make: Make, lane: int, lanes: int, state: dict[str, Any] | None) -> None:
         self._make, self._lane, self._lanes = make, lane, lanes
@@ -290,7 +293,8 @@ class _Walk:
             _set_state(self._rows, state["state"])
 
     def take(self, count: int, pad: bool) -> tuple[int, list[Any]]:
-        """How many rows of its own it had of ``count``, and the rows: all of them if it may pad."""
+        """Take up to ``count`` rows, exactly ``count`` with ``pad`` unless the lane has no rows.
+        Returns how many of them are unrepeated, and the rows."""
         rows: list[Any] = []
         real = 0
         fresh = False
@@ -308,7 +312,7 @@ class _Walk:
         return real, rows
 
     def state(self) -> str:
-        """Where the lane is, as JSON."""
+        """State of the lane as JSON; empty if its iterator has no ``get_state``."""
         if not hasattr(self._rows, "get_state"):
             return ""
         state = self._rows.get_state()

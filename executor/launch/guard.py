@@ -1,19 +1,21 @@
-"""Run one command and leave nothing of it behind. Stands alone: its text is also sent to hosts.
+"""Run one command and leave no process behind. Stands alone: its text is also sent to hosts.
 
     python guard.py [FLAG ...] GRACE PROGRAM [ARGUMENT ...]
 
-The command runs in a session of its own, without input. The guard listens to its own input: a
-``T`` (or SIGTERM) tells the command to end, by SIGTERM, and kills it GRACE seconds later; a ``K``
-kills it now. When the input closes (whoever started this is gone, were it by SIGKILL), or the
-terminal hangs up, the command has LOST_S seconds. Whatever the command started is killed when it
-has ended; on Linux also what went into sessions of its own, for orphans come to the guard. The exit
-code is the command's, 128 + the signal if one ended it, 127 if there is no such program.
+The command runs in a new session, without input. The guard reads commands from its standard input:
+a ``T`` (or SIGTERM) sends SIGTERM to the command, and kills it GRACE seconds later; a ``K`` kills
+it now. When the input closes (the process that started the guard has ended, even by SIGKILL), or
+the terminal hangs up, the command has LOST_S seconds. When the command has ended, the guard kills
+all processes that it started; on Linux also those in other sessions, because orphans become
+children of the guard. The exit code is the command's, 128 + the signal if one ended it, 127 if
+there is no such program.
 
-The command may be what starts other guards on other hosts. With ``--relay`` (ssh, srun) a ``T`` and
-a ``K`` are handed on to its input, with a beat every few seconds; with ``--usr1`` (mpirun) it is
-told by SIGUSR1, which a guard takes like SIGTERM. On the other side, with ``--silence S`` no beat
-for S seconds counts as a closed input; with ``--deaf`` there is no input; with ``--report`` a last
-line tells the exit code, if it is not 0, to who sees the output only.
+The command may be a program that starts guards on other hosts. With ``--relay`` (ssh, srun) the
+guard forwards a ``T`` and a ``K`` to its input, and sends a heartbeat every few seconds. With
+``--usr1`` (mpirun) a ``T`` sends it SIGUSR1, which a guard treats like SIGTERM. On the other side,
+with ``--silence S`` no heartbeat for S seconds counts as a closed input; with ``--deaf`` there is
+no input; with ``--report`` a last line gives the exit code, if it is not 0, for readers that see
+only the output.
 """
 
 import contextlib
@@ -35,7 +37,7 @@ DEATH_SIGNAL, SUBREAPER = 1, 36
 
 
 def prctl(option: int, value: int) -> None:
-    """Linux's prctl; nothing elsewhere."""
+    """Call Linux's prctl; does nothing on other systems."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
@@ -61,7 +63,7 @@ def become(command: list[str], given: int, output: int) -> None:
 
 
 def quiet_terminal() -> None:
-    """No echo of what is read, no carriage returns in what is written."""
+    """Turn off the echo of input and carriage returns in output."""
     with contextlib.suppress(termios.error):
         modes = termios.tcgetattr(0)
         modes[1] &= ~termios.OPOST
@@ -70,7 +72,7 @@ def quiet_terminal() -> None:
 
 
 def kill_leftovers(group: int) -> None:
-    """Kill what is left: the command's group, and orphans that came to this process."""
+    """Kill leftover processes: the command's group, and orphans that this process inherited."""
     until = time.monotonic() + LOST_S
     children_file = f"/proc/self/task/{os.getpid()}/children"
     while time.monotonic() < until:
@@ -89,14 +91,14 @@ def kill_leftovers(group: int) -> None:
 
 
 def write(file: int, data: bytes) -> None:
-    """Write all of it; nobody reading is no error."""
+    """Write all data; a closed reader is not an error."""
     with contextlib.suppress(OSError):
         while data:
             data = data[os.write(file, data) :]
 
 
 class Guard:
-    """One command, and what was heard about it."""
+    """One command, and the state of its guard."""
 
     def __init__(self, command: list[str], grace: float, flags: list[str], silence: float) -> None:
         self.grace, self.silence = grace, silence
@@ -105,7 +107,7 @@ class Guard:
         self.wake = self.signals()
         prctl(SUBREAPER, 1)
         self.copied, output, self.part, self.newline = -1, -1, b"", ""
-        if self.report or os.isatty(1):  # programs write other things to a terminal than to a log
+        if self.report or os.isatty(1):  # programs write differently to a terminal than to a log
             quiet_terminal()
             self.copied, output = os.pipe()
         given, self.handed = os.pipe() if self.relay else (os.open(os.devnull, os.O_RDONLY), -1)
@@ -130,7 +132,7 @@ class Guard:
         return wake
 
     def end(self, seconds: float, by_hand: bool) -> None:
-        """Tell the command to end, once, and let it be killed after some seconds."""
+        """Signal the command to end, and set its deadline: it is killed after some seconds."""
         self.deadline = min(self.deadline, time.monotonic() + seconds)
         if self.relay and by_hand:
             write(self.handed, b"T\n")
@@ -141,17 +143,17 @@ class Guard:
         self.told = True
 
     def kill(self, number: int) -> None:
-        """A signal to the command's group."""
+        """Send a signal to the command's group."""
         with contextlib.suppress(OSError):
             os.killpg(self.pid, number)
 
     def lost(self) -> None:
-        """Nobody is there any more who started this."""
+        """Handle the end of the process that started this one."""
         self.listening = False
         self.end(LOST_S, False)
 
     def listen(self) -> None:
-        """Do what the input says."""
+        """Read the input and act on it."""
         try:
             data = os.read(0, 4096)
         except OSError:
@@ -167,7 +169,7 @@ class Guard:
             self.deadline = self.heard + (LOST_S if self.relay else 0)
 
     def copy(self) -> None:
-        """Hand on the command's output, whole lines as long as they are not very long."""
+        """Forward the command's output, in whole lines unless they are longer than LONG bytes."""
         data = os.read(self.copied, 65536)
         self.part += data
         end = self.part.rfind(b"\n") + 1
@@ -182,7 +184,7 @@ class Guard:
             self.copied = -1
 
     def wait(self) -> None:
-        """Wait for a moment, and do what came."""
+        """Wait for events for up to a second, and handle them."""
         sources = [self.wake]
         sources += [0] if self.listening else []
         sources += [self.copied] if self.copied >= 0 else []
@@ -199,7 +201,7 @@ class Guard:
                 self.lost()
 
     def run(self) -> int:
-        """Until the command has ended; its exit code."""
+        """Run until the command has ended; returns its exit code."""
         code = None
         while code is None:
             self.wait()

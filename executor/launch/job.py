@@ -1,4 +1,4 @@
-"""What is to be started, what that takes on this host, and how it ended. Plain data."""
+"""Jobs to start, the tasks that they need on this host, and their outcomes, as plain data."""
 
 from __future__ import annotations
 
@@ -19,25 +19,27 @@ AGAIN = 75
 """Exit code (EX_TEMPFAIL) of a process that saved and stopped, or lost a peer: start it again."""
 
 Show = Callable[[int | None, str], None]
-"""Told (process, line) as lines come; None is the launching program itself."""
+"""Called with (process, line) for each line of output; process None is the launching program."""
 
 
 class LaunchError(RequestError):
-    """A launcher can't start a job: a program, a host or a file is missing; says what to do."""
+    """A launcher can't start a job: a program, a host or a file is missing. The message says what
+    to do."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to start.
+    """A job to start.
 
     Attributes:
         command: program and arguments, the same in every process.
-        processes: how many.
+        processes: number of processes.
         devices: virtual CPU devices of each process; None leaves it to JAX.
         environment: variables for every process.
-        logs: folder for ``worker-N.out``; None keeps no logs.
-        grace_s: seconds for the others to end once one has failed, and again once told to.
-        stop_s: seconds for all to save and end once the launcher is told to stop.
+        logs: folder for ``worker-N.out``; None writes no logs.
+        grace_s: seconds for the other processes to end after one has failed, and again after they
+            are signaled to end.
+        stop_s: seconds for all processes to save and end after the launcher is signaled to stop.
     """
 
     command: tuple[str, ...]
@@ -51,12 +53,12 @@ class Job:
 
 @dataclass(frozen=True)
 class OutputLine:
-    """A line of a program's output, understood.
+    """A parsed line of a program's output.
 
     Attributes:
-        process: whose it is; None for the program's own.
-        text: without what the program put in front.
-        failed: (process, exit code) where the line tells of a failure.
+        process: the process that wrote it; None for the program itself.
+        text: the line without the program's prefix.
+        failed: (process, exit code) if the line reports a failure.
     """
 
     process: int | None
@@ -66,15 +68,16 @@ class OutputLine:
 
 @dataclass(frozen=True)
 class Task:
-    """A program to run on this host under a guard: one process of the job, or what carries several.
+    """A program to run on this host under a guard: one process of the job, or a program that starts
+    several.
 
     Attributes:
         command: program and arguments.
         environment: all of its variables.
-        process: the process it is; None if it carries several.
-        host: where that process runs, for people; "" on this host.
-        read: understands a line of its output, where it carries several.
-        flags: for its guard, where it is what starts other guards.
+        process: the number of the process; None if the program starts several.
+        host: where that process runs, for messages; "" on this host.
+        read: parses a line of its output, if the program starts several.
+        flags: flags of its guard, if the program starts other guards.
     """
 
     command: tuple[str, ...]
@@ -87,7 +90,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Start:
-    """One start of a job: how many processes it has now, and the tasks that make them."""
+    """One start of a job: its current number of processes, and the tasks that run them."""
 
     processes: int
     tasks: tuple[Task, ...]
@@ -98,14 +101,15 @@ class Outcome:
     """How a start of a job ended.
 
     Attributes:
-        code: 0, or the exit code of the process that failed first (128 + signal if a signal did);
-            one that did not merely ask to be started again goes before those that did.
-        process: that process, None if none failed or nothing says which.
+        code: 0, or the exit code of the process that failed first (128 + signal if a signal ended
+            it). A process that exited with another code than AGAIN takes precedence.
+        process: that process, None if none failed or it is unknown.
         tail: its last lines of output, from the last traceback on if there is one.
         codes: the exit codes of all tasks, in order.
         host: where that process ran; "" on this host.
-        stopped: the signal that the launcher was told to stop by, 0 if it was not.
-        lost: what the others said of a process that did not end by itself; they ended with AGAIN.
+        stopped: the signal that stopped the launcher, 0 if there was none.
+        lost: what the others reported of a process that did not end by itself; they exited with
+            AGAIN.
     """
 
     code: int
@@ -119,35 +123,35 @@ class Outcome:
 
 @dataclass
 class JobStop:
-    """What the launcher was told by signals; changed by handlers, read by the supervisor.
+    """Signals that the launcher has received; set by handlers, read by the supervisor.
 
     Attributes:
-        asked: the first signal, 0 as long as there was none.
-        now: told again: kill.
+        asked: the first signal, 0 if there is none yet.
+        now: whether there was a second signal, which means kill.
     """
 
     asked: int = 0
     now: bool = False
 
     def ask(self, number: int) -> None:
-        """A signal came."""
+        """Record a signal."""
         self.now = self.asked != 0
         self.asked = self.asked or number
 
     @property
     def code(self) -> int:
-        """The launcher's own exit code then."""
+        """The launcher's exit code after the signal."""
         return 130 if self.asked == signal.SIGINT else AGAIN
 
 
 class Launcher(Protocol):
-    """What turns a job into tasks."""
+    """Turns a job into tasks."""
 
     def start(self, job: Job, restart: int, failed: Sequence[str] = (), /) -> Start:
-        """The tasks of start number ``restart`` (from 0). It may ask hosts and choose ports.
+        """The tasks of start number ``restart`` (from 0). It may contact hosts and choose ports.
 
-        ``failed`` are the hosts of the processes that failed first so far, in order; "" where a
-        failure is no host's.
+        ``failed`` are the hosts of the processes that failed first in earlier starts, in order; ""
+        if a failure belongs to no host.
 
         Raises:
             LaunchError: the job can't be started.
@@ -156,7 +160,7 @@ class Launcher(Protocol):
 
 
 def roles(processes: int, process: int, local: int, coordinator: str) -> dict[str, str]:
-    """The variables that tell one process who it is (``executor.processes.roles``)."""
+    """The variables that give one process its role (``executor.processes.roles``)."""
     return {
         "MESHWRIGHT_PROCESSES": str(processes),
         "MESHWRIGHT_PROCESS": str(process),
@@ -166,7 +170,7 @@ def roles(processes: int, process: int, local: int, coordinator: str) -> dict[st
 
 
 def shared(job: Job, restart: int) -> dict[str, str]:
-    """The variables that are the same in all processes, whoever starts them."""
+    """The variables that are the same in all processes, whichever launcher starts them."""
     devices = (
         {}
         if job.devices is None
@@ -177,7 +181,7 @@ def shared(job: Job, restart: int) -> dict[str, str]:
 
 
 def outer() -> dict[str, str]:
-    """This process's variables, without those that tell a process who it is."""
+    """This process's variables, without those that give a process its role or secret."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -186,8 +190,8 @@ def outer() -> dict[str, str]:
 
 
 def sent(job: Job, python: str, *flags: str) -> list[str]:
-    """The words that run a job's program under a guard on another host, the guard's text among
-    them."""
+    """The command line that runs a job's program under a guard on another host. It includes the
+    guard's text."""
     source = Path(guard.__file__).read_text(encoding="utf-8")
     words = [python, "-I", "-S", "-c", source, *flags, str(job.stop_s)]
     return [*words, python, *job.command[1:]]
@@ -205,7 +209,7 @@ def need(program: str, package: str) -> str:
     """The path of a program that a launcher runs.
 
     Raises:
-        LaunchError: it is not installed; names where Debian has it.
+        LaunchError: it is not installed; names the Debian package.
     """
     path = shutil.which(program)
     if path is None:

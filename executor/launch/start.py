@@ -1,4 +1,4 @@
-"""Start a job with a launcher, and again after a failure."""
+"""Start a job with a launcher, and restart it after a failure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from executor.launch.supervise import supervise
 __all__ = ["Job", "Outcome", "free_port", "launch", "run_local", "stopping"]
 
 PAUSE_S = 10.0
-"""Before the next try where hosts do not answer."""
+"""Seconds before the next try when hosts do not answer."""
 
 
 def run_local(job: Job, show: Show) -> Outcome:
@@ -23,10 +23,10 @@ def run_local(job: Job, show: Show) -> Outcome:
 
     Args:
         job: what to start.
-        show: told (process, line) as lines come.
+        show: called with (process, line) for each line of output.
 
     Raises:
-        LaunchError: the program can't be started, or the folder of logs not be made.
+        LaunchError: the program can't be started, or the log folder can't be created.
     """
     return launch(job, Local(), show)
 
@@ -40,21 +40,21 @@ def launch(
     stop: JobStop | None = None,
     tell: Callable[[Outcome, int], None] = lambda outcome, left: None,
 ) -> Outcome:
-    """Run a job, and again after a failure.
+    """Run a job, and restart it after a failure.
 
     Args:
         job: what to start.
-        launcher: how.
-        show: told (process, line) as lines come.
-        max_restarts: how often it may be started again.
-        stop: what the launcher was told by signals; None is nothing, ever.
-        tell: told of every failed start, with the number of restarts that are left.
+        launcher: turns the job into tasks.
+        show: called with (process, line) for each line of output.
+        max_restarts: maximum number of restarts.
+        stop: the stop signals received (see ``stopping``); None: there are never any.
+        tell: called after every failed start with its outcome and the number of restarts left.
 
     Returns:
-        The last start's outcome.
+        The outcome of the last start.
 
     Raises:
-        LaunchError: the first start, or the last that was allowed, was not possible.
+        LaunchError: the first start or the last allowed restart was not possible.
     """
     stop = stop or JobStop()
     failed: list[str] = []
@@ -86,8 +86,8 @@ def _sleep(seconds: float, stop: JobStop) -> None:
 
 @contextlib.contextmanager
 def stopping() -> Iterator[JobStop]:
-    """SIGINT and SIGTERM are written down, for a supervisor to act on, instead of ending this
-    process. For the main thread."""
+    """Record SIGINT and SIGTERM for a supervisor to act on, instead of ending this process. Use it
+    in the main thread."""
     stop = JobStop()
 
     def note(number: int, frame: FrameType | None) -> None:

@@ -1,8 +1,8 @@
-"""Run the tasks of one start, watch them, tell of the first failure, and leave none behind.
+"""Run the tasks of one start, watch them, report the first failure, and leave no task behind.
 
-Every task runs under a guard (``guard``), which ends it also when this process is gone. Output
-goes to a log per process, and line by line to one stream. After the first failure the others get a
-moment to end by themselves, then are told to, then are killed.
+Every task runs under a guard (``guard``), which also ends it when this process dies. Output goes to
+one log per process, and line by line to one stream. After the first failure, the other tasks have a
+moment to end by themselves. Then they are signaled to end, and finally killed.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from executor.launch.job import (
 )
 
 KEPT, TAIL = 200, 20
-"""Lines kept of every process; lines of a failure without traceback that are shown again."""
+"""Lines stored per process; lines shown again for a failure without a traceback."""
 WAITING = 10_000
-"""Lines that may wait to be shown before their processes have to."""
+"""Maximum number of lines that wait to be shown; beyond it, the processes block."""
 POLL_S = 0.1
 HELD_S = 2.0
 LATE_S = 10.0
-"""Seconds that a guard gets beyond those of its command before it is killed itself."""
+"""Seconds that a guard has beyond those of its command before the guard itself is killed."""
 
 
 LOST = re.compile(r"meshwright: process (\d+) \(pid \d+ on (\S+)\) was lost: (.*)\. process \d+ ")
-"""How a process reports a lost one (``processes.failure_detection``): number, host, how."""
+"""How a process reports a lost one (``processes.failure_detection``): number, host, reason."""
 
 
 class _Failure(NamedTuple):
@@ -59,14 +59,14 @@ def supervise(
     """Run one start of a job to its end.
 
     Args:
-        job: its logs and times.
-        start: what to run.
-        show: told (process, line) as lines come.
-        stop: what the launcher was told; None is never.
-        append: add to the logs that are there.
+        job: gives the log folder and the time limits.
+        start: the tasks to run.
+        show: called with (process, line) for each line of output.
+        stop: the stop signals received; None: there are never any.
+        append: append to existing logs.
 
     Raises:
-        LaunchError: a program is not there, or the folder of logs can't be made.
+        LaunchError: a program does not exist, or the log folder can't be created.
     """
     for task in start.tasks:
         if shutil.which(task.command[0], path=task.environment.get("PATH")) is None:
@@ -82,7 +82,7 @@ def supervise(
 
 
 class _Watch:
-    """The guards of one start, and what came from them so far."""
+    """The guards of one start, and their output and exit codes so far."""
 
     def __init__(
         self, job: Job, tasks: tuple[Task, ...], show: Show, stop: JobStop, logs: list[IO[str]]
@@ -106,7 +106,7 @@ class _Watch:
             threading.Thread(target=_read, args=words, daemon=True).start()
 
     def run(self) -> None:
-        """Until all have ended, by themselves or not."""
+        """Watch until all tasks have ended; end them after a failure or a stop signal."""
         tell_at = kill_at = drop_at = float("inf")
         stopping = killed = False
         while len(self.codes) < len(self.tasks):
@@ -132,7 +132,7 @@ class _Watch:
             self.first = _choose(self.failures)
 
     def end(self) -> None:
-        """Whatever happened: nothing goes on."""
+        """Leave nothing running, whatever happened."""
         for one in self.guards:
             with contextlib.suppress(OSError):
                 if one.stdin is not None:
@@ -154,7 +154,7 @@ class _Watch:
         if self.first is None:
             return Outcome(0, None, (), codes)
         code, process, host = self.first.code, self.first.process, self.first.host
-        if code == AGAIN and self.lost is not None:  # nobody failed: one is frozen, or out of reach
+        if code == AGAIN and self.lost is not None:  # no failure: one is frozen or unreachable
             process, host, how = int(self.lost[1]), self.lost[2], self.lost[3]
             host = next((t.host for t in self.tasks if t.process == process), host)
             return Outcome(code, process, (self.lost.string,), codes, host, lost=how)
@@ -162,7 +162,7 @@ class _Watch:
         return Outcome(code, process, tail, codes, host)
 
     def _notice(self, now: float) -> None:
-        """Guards that have ended though something still holds their output open."""
+        """Record guards that have ended while something still holds their output open."""
         for place, one in enumerate(self.guards):
             if place not in self.codes and one.poll() is not None:
                 since = self.ended.setdefault(place, now)
@@ -207,7 +207,7 @@ class _Watch:
 
 
 def _choose(failures: list[_Failure]) -> _Failure | None:
-    """The first that did not merely ask to be started again, else the first."""
+    """The first failure that is more than a request to restart (AGAIN), else the first."""
     return next((f for f in failures if f.code != AGAIN), failures[0] if failures else None)
 
 

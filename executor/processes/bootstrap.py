@@ -1,9 +1,9 @@
-"""Several processes as one: joining, and agreeing on a plan.
+"""Several processes as one job: joining, and agreeing on a plan.
 
-``initialize`` is ``jax.distributed.initialize`` that knows every launcher's variables (``roles``),
-meets all processes first, says what is wrong where it can't, and watches over them (``peers``).
-What runs across processes must be the same program in each: ``agree`` proves that all have the same
-plan, ``share`` gives all the plan of process 0.
+``initialize`` wraps ``jax.distributed.initialize``: it reads every launcher's variables
+(``roles``), first connects all processes, reports why it can't, and monitors them
+(``failure_detection``). What runs across processes must be the same program in each: ``agree``
+checks that all have the same plan, ``share`` sends the plan of process 0 to all.
 """
 
 from __future__ import annotations
@@ -43,27 +43,28 @@ def initialize(
     timeout_s: float = 300.0,
     deadline_s: float = 60.0,
 ) -> Role:
-    """Join this process to its job. Call it before anything else of JAX.
+    """Join this process to its job. Call it before any other use of JAX.
 
     Args:
         coordinator: ``"host:port"`` of process 0; None reads the environment.
-        processes: how many there are; None likewise.
-        process: which one this is; None likewise.
+        processes: number of processes; None reads the environment.
+        process: number of this process; None reads the environment.
         local_device_ids: the devices of this host that this process owns; None takes all.
         timeout_s: how long to wait for the others.
-        deadline_s: after how long a host or a process that does not answer counts as lost. A
-            process that ends is noticed at once. Who notices names it and ends with code 75
-            (``peers.AGAIN``), which launchers take as "start again". Code that holds Python's
-            interpreter lock for longer than this needs a larger value.
+        deadline_s: seconds without an answer after which a host or a process counts as lost. The
+            end of a process is noticed at once. A process that notices a loss names the lost
+            process and ends with code 75 (``failure_detection.AGAIN``), which launchers take as
+            "start again". Code that holds Python's interpreter lock for longer than this needs a
+            larger value.
 
     Returns:
-        Who this process is. With one process nothing is started.
+        The role of this process. With one process, nothing is started.
 
     Raises:
         RoleError: the environment is missing something, or contradicts itself.
-        HostError: the coordinator's name has no address, its port can't be used by process 0, or it
-            was not reached in time; processes did not join in time, by number; or this process says
-            another number of processes, or a number that is there already.
+        HostError: the coordinator's name has no address, process 0 can't use its port, or it was
+            not reached in time; some processes, listed by number, did not join in time; or this
+            process gives another number of processes, or a process number that is already taken.
     """
     role = read_role(os.environ, coordinator=coordinator, processes=processes, process=process)
     if role.job not in ("worker", "chief"):
@@ -89,7 +90,7 @@ def initialize(
     preemption.join(watching)
     _watching.append(watching)
     atexit.register(_settle_at_exit)
-    # its SIGTERM handler would take the signal from programs that do not ask it
+    # its SIGTERM handler would swallow the signal in programs that do not query it
     jax.config.update("jax_enable_preemption_service", False)
     left = max(1, round(timeout_s - (time.monotonic() - begun)))
     jax.distributed.initialize(
@@ -109,9 +110,9 @@ _watching: list[Watch] = []
 
 
 def finalize() -> None:
-    """Part from the job that ``initialize`` joined, once all have come here, which JAX wants within
-    five minutes; nothing of JAX over several processes runs after it. A process that ends does so
-    by itself."""
+    """Leave the job that ``initialize`` joined, once all processes call this, which JAX wants
+    within five minutes. Nothing of JAX may run over several processes after it. A process that ends
+    leaves by itself."""
     if _watching:
         with contextlib.ExitStack() as then:
             then.callback(lambda: _watching.pop().leave())
@@ -125,20 +126,20 @@ def _settle_at_exit() -> None:
 
 
 def settle() -> None:
-    """Wait for what this process has under way, before it parts from the others.
+    """Wait for pending work of this process, before it leaves the others.
 
-    Who fetches a result has waited for one device. On others the program may still be on its way to
-    a first collective, which finds its partners by way of the coordinator: once all have parted it
-    never will, and JAX waits for it as the process ends.
+    Fetching a result waits for one device only. On other devices the program may still be about to
+    enter its first collective, which finds its peers through the coordinator. Once all processes
+    have left, it never does, and JAX waits for it as the process ends.
 
-    Waits for all arrays that are there, and for programs whose results are not: JAX runs those over
-    several devices of a process one after another, so a last one is done when all others are. What
-    another thread has started on one device, and whose results are dropped, it does not see.
+    Waits for all live arrays, and for programs whose results were dropped: JAX runs programs over
+    several devices of a process one after another, so a last one ends after all others. It does not
+    cover work that another thread started on one device and whose results were dropped.
     """
     if not _watching or not compat.knows_devices():
         return
     for array in jax.live_arrays():
-        with contextlib.suppress(RuntimeError):  # deleted, or an error that nobody will read
+        with contextlib.suppress(RuntimeError):  # deleted, or its computation failed
             array.block_until_ready()
     here = jax.sharding.Mesh(np.array(jax.local_devices()), ("device",))
     each = jax.sharding.NamedSharding(here, jax.sharding.PartitionSpec("device"))
@@ -151,7 +152,7 @@ def settle() -> None:
 
 
 def is_joined() -> bool:
-    """Whether this process has joined others by ``initialize``."""
+    """Whether this process has joined a job by ``initialize``."""
     return bool(_watching)
 
 
@@ -163,7 +164,7 @@ def addresses_of(coordinator: str) -> tuple[Address, ...]:
     """The addresses of ``host:port``.
 
     Raises:
-        HostError: the name has none.
+        HostError: the name has no address.
     """
     host, _, port = coordinator.rpartition(":")
     try:
@@ -178,8 +179,9 @@ def addresses_of(coordinator: str) -> tuple[Address, ...]:
 
 def bind_address(coordinator: str, addresses: Sequence[Address]) -> str:
     """The address of this host at which process 0 listens: that of the coordinator's name, IPv4
-    first. Empty, which is every address, where the name means no address of this host (something
-    forwards it), or only this host itself though it is not written so, as in some /etc/hosts."""
+    first. Empty, which means every address, if the name has no address of this host (something
+    forwards it), or only a loopback address though it is not written as one, as in some
+    /etc/hosts."""
     written = is_loopback(coordinator.rpartition(":")[0].strip("[]"))
     for family, (address, _) in sorted(addresses, key=lambda a: a[0] != socket.AF_INET):
         if not written and ipaddress.ip_address(address.partition("%")[0]).is_loopback:
@@ -195,10 +197,10 @@ def _joined(address: str, port: int) -> str:
 
 
 def check_free(coordinator: str, address: str = "") -> None:
-    """Whether process 0 can listen at the coordinator's port, at an address of this host.
+    """Check that process 0 can listen at the coordinator's port, at an address of this host.
 
     Raises:
-        HostError: it is taken.
+        HostError: the port can't be used.
     """
     try:
         listen(address, int(coordinator.rpartition(":")[2])).close()
@@ -210,8 +212,8 @@ def check_free(coordinator: str, address: str = "") -> None:
 
 
 def check_here(coordinator: str, addresses: Sequence[Address]) -> None:
-    """Warn process 0 where the coordinator's address is none of its host's: a wrong order of hosts,
-    unless something forwards it here."""
+    """Warn process 0 if the coordinator's address does not belong to its host: the order of hosts
+    is wrong, unless something forwards the address here."""
     for family, where in addresses:
         with socket.socket(family, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
             probe.bind((where[0], 0))
@@ -225,8 +227,8 @@ def check_here(coordinator: str, addresses: Sequence[Address]) -> None:
 
 
 def check_own_name(coordinator: str) -> None:
-    """Warn where this host's own name means itself only, though others must reach it: JAX's CPU
-    collectives listen at the address of the host's name (accelerators do not care)."""
+    """Warn if this host's name resolves to a loopback address though others must reach it: JAX's
+    CPU collectives listen at the address of the host's name (accelerators are not affected)."""
     host, name = coordinator.rpartition(":")[0].strip("[]"), socket.gethostname()
     try:
         address = socket.gethostbyname(name)
@@ -242,7 +244,7 @@ def check_own_name(coordinator: str) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is written as this one, and no other.
+    """Whether a host is written as a loopback name or address.
 
     >>> is_loopback("localhost"), is_loopback("127.0.0.2"), is_loopback("node1")
     (True, True, False)
@@ -254,14 +256,14 @@ def is_loopback(host: str) -> bool:
 
 
 def agree(plan: Plan) -> Plan:
-    """Prove that all processes have the same plan; with one process that is so.
+    """Check that all processes have the same plan; trivially true with one process.
 
     Returns:
         The plan.
 
     Raises:
-        PlanMismatchError: this process, or another, has a plan that differs from process 0's;
-            names the processes, and here the first line that differs.
+        PlanMismatchError: this process, or another, has a plan that differs from process 0's; names
+            the processes, and the first line that differs here.
     """
     if jax.process_count() == 1:
         return plan
@@ -286,10 +288,10 @@ def share(plan: Plan | None) -> Plan:
     """The plan of process 0, in every process.
 
     Args:
-        plan: in process 0 the plan; in the others what they have is not looked at.
+        plan: the plan in process 0; ignored in the other processes.
 
     Raises:
-        PlanMismatchError: process 0 has none.
+        PlanMismatchError: process 0 has no plan.
     """
     local_text = "" if plan is None or jax.process_index() else plan.to_json()
     text = local_text if jax.process_count() == 1 else _broadcast(local_text)
@@ -311,7 +313,7 @@ def _broadcast(text: str) -> str:
 
 
 def _difference(first: str, local_text: str) -> str:
-    """The first line in which two plans differ, for people."""
+    """The first line in which two plans differ, as text."""
     number = jax.process_index()
     for left, right in zip(first.splitlines(), local_text.splitlines(), strict=False):
         if left != right:

@@ -1,10 +1,11 @@
-"""Who else is in the job, and who was lost: every process is connected to process 0.
+"""Failure detection: every process is connected to process 0 and learns which processes are lost.
 
-A process that ends breaks its connection at once; a host that vanishes is found by TCP keepalive,
-which the kernel keeps, whatever Python is doing. Process 0 tells the others. Who learns of a loss
-names it and ends with ``AGAIN``: a program over all processes can't go on, and would only hang.
-A process that is frozen is named once it has not answered for half the deadline, and lost at the
-deadline; JAX's own heartbeat, which would abort the others, comes later.
+A process that ends breaks its connection at once. A host that vanishes is detected by TCP
+keepalive, which the kernel maintains whatever Python is doing. Process 0 informs the others. A
+process that learns of a loss names the lost process and ends with ``AGAIN``: a program over all
+processes can't go on, and would only hang. A frozen process is named once it has not answered for
+half the deadline, and counts as lost at the deadline; JAX's own heartbeat, which would abort the
+others, comes later.
 """
 
 from __future__ import annotations
@@ -30,20 +31,20 @@ from executor.processes.sockets import Connection, HostError, Peer, hint, listen
 AGAIN = 75
 """Exit code of a process that should be started again from the last checkpoint (EX_TEMPFAIL)."""
 PORTS = 16
-"""Ports after the coordinator's, of which process 0 listens on the first that is free."""
+"""Number of ports after the coordinator's; process 0 listens on the first free one."""
 WORD_S = 2.0
-"""How long a process that fails waits for the word that another was lost."""
+"""How long a process that fails waits for the report that another was lost."""
 RETRY_S = 0.25
 STRANGERS = 64
-"""Connections that may be about to prove themselves at a time."""
+"""Maximum number of connections that have not yet proved that they belong to the job."""
 HALT_S = 0.5
-"""How long process 0 waits for the others to end before it does."""
+"""How long process 0 waits for the others to end before it ends."""
 
 log = logging.getLogger("meshwright")
 
 
 def _end(text: str, code: int = AGAIN) -> None:
-    """Say it and end, from any thread, at once: the main thread may hang in a collective."""
+    """Print ``text`` and end at once, from any thread: the main thread may hang in a collective."""
     with contextlib.suppress(Exception):
         print(f"meshwright: {text}", file=sys.stderr, flush=True)
         sys.stdout.flush()
@@ -57,19 +58,21 @@ def _exit_now() -> None:
 
 
 def unseen_error() -> BaseException | None:
-    """At exit: the exception that ends this process. Another hook than this module's may be set."""
+    """At exit, the exception that ends this process, even if another excepthook than this module's
+    is set."""
     return getattr(sys, "last_value", None)
 
 
 class Watch:
-    """This process's part in the watch over all.
+    """One process's part in monitoring the job.
 
     Args:
-        role: who this process is.
-        deadline_s: after how long a host that no longer answers counts as lost.
-        secret: what all processes know; empty if they know none.
-        address: of this host, at which process 0 listens; empty for all of its addresses.
-        end: called with what happened, and the exit code; for tests.
+        role: the role of this process.
+        deadline_s: seconds without an answer after which a host counts as lost.
+        secret: the job's shared secret; empty if there is none.
+        address: the address of this host at which process 0 listens; empty for all of its
+            addresses.
+        end: called with what happened and the exit code; replaced in tests.
     """
 
     def __init__(
@@ -87,7 +90,7 @@ class Watch:
         self.role, self.deadline_s, self.end = role, deadline_s, end
         self.me = Peer(role.process, socket.gethostname(), os.getpid())
         self.host, _, port = role.coordinator.rpartition(":")
-        self.job = f"meshwright {port}"  # not its host: that has several names
+        self.job = f"meshwright {port}"  # without the host, which may have several names
         self.greeting = hello.Greeting(self.job, secret, role.processes, self.me)
         self.ports = range(int(port) + 1, min(int(port) + 1 + PORTS, 65536))
         self.peers: dict[int, Peer] = {role.process: self.me}
@@ -103,7 +106,7 @@ class Watch:
         self.meetings = Meetings(self, self.progress)
 
     def start(self, timeout_s: float) -> None:
-        """Meet all others.
+        """Connect to all others.
 
         Raises:
             HostError: no port could be bound, process 0 was not reached, or others did not come in
@@ -119,28 +122,29 @@ class Watch:
                 self._meet(until, timeout_s)
             finally:
                 with contextlib.suppress(OSError):
-                    server.shutdown(socket.SHUT_RDWR)  # wakes who accepts
+                    server.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread
                 server.close()
         threading.Thread(target=self._ask, daemon=True).start()
 
     def tell(self, process: int, message: dict[str, Any]) -> None:
-        """Send to a process that this one is connected to."""
+        """Send a message to a connected process."""
         if process in self.lines:
             self.lines[process].send(message)
 
     def halt(self, text: str) -> None:
-        """End all processes, this one too, for a reason that starting again does not mend."""
+        """End all processes, including this one, for a reason that a restart does not fix."""
         if self.me.process:
             self.tell(0, {"halt": text})
             return
         self.halting = True
         for process in tuple(self.lines):
             self.tell(process, {"halt": text})
-        time.sleep(HALT_S)  # the others would end with JAX's coordinator, before they read it
+        time.sleep(HALT_S)  # else they end with JAX's coordinator, before they read it
         self.end(text, 1)
 
     def leave_together(self) -> None:
-        """Leave, as all others do by the same error; process 0, with JAX's coordinator, last."""
+        """Leave when all processes end by the same error; process 0, with JAX's coordinator, is
+        last."""
         self.leave()
         until = time.monotonic() + hello.ANSWER_S
         while self.me.process == 0 and time.monotonic() < until:
@@ -161,7 +165,7 @@ class Watch:
             time.sleep(0.05)
 
     def leave(self) -> None:
-        """Say that this process parts as it should; its connections may break then."""
+        """Announce an orderly end of this process; its connections may break after that."""
         if self.error is not None:
             return
         self.leaving = True
@@ -170,15 +174,15 @@ class Watch:
             line.send({"leaves": self.me.process, "after": self.progress.begun})
 
     def fail(self, error: str) -> None:
-        """Say that this process ends by an error of its own. If the error comes from a loss, the
-        word of that loss is on its way: it is waited for, and ends the process instead."""
+        """Announce that this process ends by an error. If a report of a lost process arrives within
+        ``WORD_S``, the error comes from that loss, and the report ends the process instead."""
         if self.leaving or self.heard.wait(WORD_S):
             return
         self.error = error
         self._tell(self.me, f"it ended by {error}")
 
     def _tell(self, lost: Peer, how: str) -> None:
-        """Tell those that this process is connected to."""
+        """Report a lost process to all connected processes."""
         with self.lock:
             for line in tuple(self.lines.values()):
                 line.send({"lost": lost.__dict__, "how": how})
@@ -193,7 +197,7 @@ class Watch:
         )
 
     def _accept(self, server: socket.socket) -> None:
-        with contextlib.suppress(OSError):  # closed once all are there
+        with contextlib.suppress(OSError):  # closed once all have joined
             while True:
                 connection, _ = server.accept()
                 if self.strangers.acquire(blocking=False):
@@ -215,8 +219,8 @@ class Watch:
             self._follow(peer, line)
 
     def _joined(self, line: Connection) -> Peer | None:
-        """Who is at the other end, once it has proved that it belongs to the job and is taken in;
-        None if it is not, with a line in the log where it belongs to a job of this port."""
+        """The peer at the other end, once it has proved that it belongs to the job and is accepted;
+        None if it is not, with a line in the log if it belongs to a job of this port."""
         belongs, says = self.greeting.heard(line)
         if not belongs:
             return None
@@ -231,7 +235,7 @@ class Watch:
         return None
 
     def _checked(self, says: Any) -> tuple[Peer | None, str | None]:
-        """Who says this, and why it can't join, or None."""
+        """The peer that sent this, and the reason why it can't join, or None."""
         count = says.get("processes") if isinstance(says, dict) else None
         try:
             peer = hello.read_peer(says, self.role.processes if type(count) is not int else count)
@@ -263,7 +267,7 @@ class Watch:
             time.sleep(RETRY_S)
 
     def _greeted(self, port: int) -> bool:
-        """Connect to a port, and see whether process 0 of this job is there."""
+        """Connect to a port and check whether process 0 of this job listens there."""
         connection = socket.create_connection((self.host.strip("[]"), port), hello.ANSWER_S)
         line = Connection(connection, self.deadline_s)
         peer = self.greeting.join(line, f"{self.host}:{port}")
@@ -275,8 +279,9 @@ class Watch:
         return True
 
     def _ask(self) -> None:
-        """Ask the others now and then. Who does not answer for half the deadline is named, who does
-        not for all of it is lost. Time in which this process was frozen itself does not count."""
+        """Ping the others periodically. A process that does not answer for half the deadline is
+        named; one that does not answer for all of it is lost. Time in which this process was frozen
+        itself does not count."""
         warned_at: dict[int, float] = {}
         pause, before = self.deadline_s / 8, time.monotonic()
         while not self.leaving:
@@ -299,7 +304,7 @@ class Watch:
             time.sleep(pause)
 
     def _follow(self, peer: Peer, line: Connection) -> None:
-        """Read what a peer says until its connection breaks."""
+        """Read a peer's messages until its connection breaks."""
         try:
             while (message := line.receive()) is not None:
                 self.seen[peer.process] = time.monotonic()
@@ -312,7 +317,7 @@ class Watch:
             self._stop(peer, "its connection broke")
 
     def _take(self, peer: Peer, line: Connection, message: dict[str, Any]) -> None:
-        """Do what a message says."""
+        """Handle a message."""
         if "asks" in message:
             line.send({"answers": self.me.process})
         elif "leaves" in message:
@@ -331,7 +336,7 @@ class Watch:
             self.hear(peer.process, message)
 
     def _stop(self, lost: Peer, how: str) -> None:
-        """Tell the others, and end; unless all are ending for another reason."""
+        """Report a lost process to the others and end, unless all are ending for another reason."""
         if self.halting:
             return
         self.heard.set()
@@ -350,14 +355,14 @@ class Watch:
 def watch(
     role: Role, deadline_s: float, timeout_s: float, *, secret: bytes = b"", address: str = ""
 ) -> Watch:
-    """Meet all processes of the job and watch over them, until this process ends.
+    """Connect to all processes of the job and monitor them, until this process ends.
 
     Args:
         role, deadline_s, secret, address: as for ``Watch``.
         timeout_s: how long to wait for the others.
 
     Raises:
-        HostError: as ``Watch.start``.
+        HostError: as for ``Watch.start``.
     """
     watching = Watch(role, deadline_s, secret=secret, address=address)
     watching.start(timeout_s)
@@ -377,7 +382,7 @@ def watch(
         if (unseen := unseen_error()) is not None and watching.error is None:
             watching.fail(f"{type(unseen).__name__}: {unseen}")
         watching.leave()
-        if watching.error is not None:  # an end in order would wait for processes that are ending
+        if watching.error is not None:  # an orderly end would wait for processes that are ending
             _exit_now()
 
     sys.excepthook = failed

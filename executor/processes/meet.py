@@ -1,8 +1,9 @@
-"""One value of every process goes to process 0, and its answer to all: what comparing is made of.
+"""Meetings: process 0 gets one value of every process and sends its answer to all.
 
-Processes that joined by ``initialize`` use the connections of the watch, with time limits: a
-process that has ended, or that goes on with its steps instead, is named. Others (JAX's own
-``jax.distributed.initialize``) use one collective over the first device of every process.
+Comparisons between processes use them. Processes that joined by ``initialize`` use the connections
+of ``failure_detection``, with time limits: an error names a process that has ended, or that goes on
+with its steps instead. Other processes (JAX's own ``jax.distributed.initialize``) use one
+collective over the first device of every process.
 """
 
 from __future__ import annotations
@@ -25,19 +26,20 @@ from planner.errors import RequestError
 log = logging.getLogger("meshwright")
 
 Judge = Callable[[list[Any]], Any]
-"""The values of all processes, in order -> the answer; both JSON."""
+"""From the values of all processes, in order, to the answer; both JSON."""
 PIECE = 1 << 18
-"""Characters of a value in one message."""
+"""Maximum number of characters of a value in one message."""
 TELL_S = 30.0
-"""How often a process that waits says for whom."""
+"""Interval at which a waiting process logs which processes it waits for."""
 
 
 class ProcessMismatchError(RequestError):
-    """The processes of a job differ in what must be equal; names who differs, and in what."""
+    """The processes of a job differ in what must be equal; names the processes and the
+    differences."""
 
 
 class Room(Protocol):
-    """What a meeting needs of the watch over the processes."""
+    """The parts of ``failure_detection.Watch`` that a meeting uses."""
 
     me: Peer
     peers: dict[int, Peer]
@@ -48,12 +50,13 @@ class Room(Protocol):
 
 
 class Meetings:
-    """The meetings of one process with all others. They are numbered: the first of one process
-    is the first of all.
+    """The meetings of one process with all others. They are numbered: the first of one process is
+    the first of all.
 
     Args:
-        room: who is there, and the connections.
-        progress: of this process; a process that waits in a meeting takes part in no step.
+        room: the processes of the job, and the connections to them.
+        progress: step progress of this process; a process that waits in a meeting takes part in no
+            step.
         timeout_s: how long to wait for the others.
     """
 
@@ -65,12 +68,12 @@ class Meetings:
         self.came: dict[int, dict[int, Any]] = defaultdict(dict)
 
     def meet(self, name: str, value: Any, judge: Judge) -> Any:
-        """What ``judge`` answers in process 0, in every process.
+        """Return, in every process, the answer of ``judge`` in process 0.
 
         Args:
             name: what this process is about to do.
             value: this process's value, JSON.
-            judge: run in process 0 only.
+            judge: runs in process 0 only.
 
         Raises:
             ProcessMismatchError: other processes are about to do something else.
@@ -94,7 +97,7 @@ class Meetings:
         return answer["value"]
 
     def hear(self, peer: Peer, message: dict[str, Any]) -> None:
-        """A piece of what another process says; from any thread."""
+        """Handle a piece of another process's value; from any thread."""
         if "after" in message:
             self.progress.hear(peer, int(message["after"]), f"waits for all ({message['why']})")
         if "piece" not in message:
@@ -113,7 +116,7 @@ class Meetings:
         return {"after": self.progress.begun, "why": name}
 
     def wake(self) -> None:
-        """Somebody has ended."""
+        """Wake waiting threads: a process has ended."""
         with self.changed:
             self.changed.notify_all()
 
@@ -158,14 +161,14 @@ _meetings: Meetings | None = None
 
 
 def open_meetings(meetings: Meetings | None) -> None:
-    """Meet over these connections from now on; None goes back to collectives."""
+    """Use these connections for meetings from now on; None goes back to collectives."""
     global _meetings
     _meetings = meetings
 
 
 def meet(name: str, value: Any, judge: Judge) -> Any:
-    """As ``Meetings.meet``, over what connects the processes of this job. With one process the
-    answer is that of ``judge``."""
+    """Like ``Meetings.meet``, over the connections of this job. With one process, returns the
+    answer of ``judge``."""
     if jax.process_count() == 1:
         return judge([value])
     if _meetings is not None:
@@ -181,8 +184,8 @@ def meet(name: str, value: Any, judge: Judge) -> Any:
 
 
 def gathered(content: bytes) -> list[bytes]:
-    """The bytes of every process, by a collective over one device of each: processes may have
-    different numbers of devices."""
+    """The bytes of every process, gathered by a collective over one device of each: processes may
+    have different numbers of devices."""
     lengths = _gather(np.asarray([len(content)], np.int32))[:, 0]
     padded = np.zeros(max(1, int(lengths.max())), np.uint8)
     padded[: len(content)] = np.frombuffer(content, np.uint8)

@@ -1,9 +1,10 @@
-"""Stop all processes after the same step, when one of them is told to end (SIGTERM).
+"""Stop all processes after the same step when one of them receives SIGTERM.
 
-Steps are programs over all processes, so none may stop before another needs it. Who is told asks
-process 0, which asks everybody. Each says at once, from a thread, which step it has begun, and does
-not begin another until it knows the greatest of all answers: that step is the last for all. Nobody
-waits for a step in order to answer, so it does not matter who is ahead and who is behind.
+Steps are programs over all processes, so no process may stop before another needs it. The process
+that receives SIGTERM notifies process 0, which queries all processes. Each answers at once, from a
+thread, with the step that it has begun, and does not begin another until it knows the greatest of
+all answers: that step is the last for all. An answer never waits for a step, so it does not matter
+which processes are ahead.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ import jax
 from executor.processes import failure_detection
 
 Place = tuple[int, int]
-"""Which run of this process (counted alike in all), and the number of a step."""
+"""The number of a run in this process (the same in all processes), and the number of a step."""
 _runs = 0
 
 
 class Agreement:
-    """What the processes know of each other's place."""
+    """The agreement of the processes on their last step."""
 
     def __init__(self, watch: failure_detection.Watch) -> None:
         self.watch = watch
@@ -37,14 +38,14 @@ class Agreement:
         watch.hear = self.hear
 
     def request(self) -> None:
-        """This process was told to end; from any thread."""
+        """Start the agreement, because this process received SIGTERM; from any thread."""
         if self.watch.me.process == 0:
             self._ask()
         else:
             self.watch.lines[0].send({"ends": self.watch.me.process})
 
     def hear(self, process: int, message: dict[str, Any]) -> None:
-        """What another process says."""
+        """Handle a message of another process."""
         if "ends" in message:
             self._ask()
         elif "where" in message:
@@ -59,8 +60,8 @@ class Agreement:
                 self.changed.notify_all()
 
     def reached(self, place: Place) -> bool:
-        """Whether to stop here; else the next step counts as begun. Waits for the answers of the
-        others once somebody asked."""
+        """Whether to stop here; if not, the next step counts as begun. Once an agreement has
+        started, waits for the answers of the others."""
         with self.changed:
             if self.asked:
                 self.changed.wait_for(lambda: self.last is not None)
@@ -71,7 +72,7 @@ class Agreement:
             return False
 
     def _ask(self) -> None:
-        """In process 0: ask everybody, once."""
+        """In process 0: query all processes, once."""
         with self.changed:
             if self.asked:
                 return
@@ -81,7 +82,8 @@ class Agreement:
             self._note(0, self.begun)
 
     def _note(self, process: int, place: Place) -> None:
-        """In process 0: once all have answered, the greatest place is the last for all."""
+        """In process 0: record an answer; once all are there, the greatest place is the last for
+        all."""
         with self.changed:
             self.places[process] = place
             if len(self.places) == self.watch.role.processes:
@@ -95,18 +97,19 @@ _agreement: Agreement | None = None
 
 
 def join(watch: failure_detection.Watch) -> None:
-    """Take part in agreements, from now on: who is asked before its first step answers after it."""
+    """Take part in agreements from now on; the answer before the first step is place (0, 0)."""
     global _agreement
     _agreement = Agreement(watch)
 
 
 class Stop:
-    """Whether to stop after a step, because SIGTERM came to this process or to another. A context
-    manager around the steps; only in the main thread, where signals come, and in a job of several
-    processes only if they joined by ``initialize``.
+    """Whether to stop after a step, because SIGTERM reached this process or another.
+
+    Use it as a context manager around the steps. It handles the signal only in the main thread,
+    where signals arrive, and in a job of several processes only if they joined by ``initialize``.
 
     Args:
-        saves: whether there is somewhere to save to. If not, SIGTERM ends the process as ever.
+        saves: whether the state can be saved. If not, SIGTERM ends the process as usual.
     """
 
     def __init__(self, saves: bool) -> None:
@@ -131,20 +134,21 @@ class Stop:
             return
         signal.signal(signal.SIGTERM, self.before)
         stopped = kind is not None and issubclass(kind, SystemExit)
-        if self.came.is_set() and not stopped:  # too late to stop after a step: end as told
+        if self.came.is_set() and not stopped:  # it came too late to stop after a step: end now
             with contextlib.suppress(ProcessLookupError):
                 os.kill(os.getpid(), signal.SIGTERM)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        """The signal handler: the main thread may hold any lock, so another thread goes on."""
+        """The signal handler: the main thread may hold any lock, so another thread starts the
+        agreement."""
         if not self.came.is_set():
             self.came.set()
             if self.agreement is not None:
                 threading.Thread(target=self.agreement.request, daemon=True).start()
 
     def reached(self, step: int) -> bool:
-        """Whether to stop after this step; asked before the first and after every one. If not, the
-        next one is begun."""
+        """Whether to stop after this step; call it before the first step and after every one. If
+        not, the next one counts as begun."""
         if not self.handles:
             return False
         if self.agreement is None:

@@ -1,8 +1,8 @@
-"""How many steps each process has begun: one that waits or has ended takes part in no more.
+"""Counts the steps that each process has begun, to detect processes that wait in vain.
 
-A step over several processes that one of them never calls would wait for ever. Who ends, or waits
-for all others outside of a step, says how many steps it has begun. A process that has begun more
-than that waits for it in vain, and ends the job with both their names.
+A step over several processes would hang if one of them never called it. A process that ends, or
+waits for all others outside of a step, reports how many steps it has begun. A process that has
+begun more than that waits for it in vain, and ends the job with an error that names both.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from collections.abc import Callable
 from executor.processes.sockets import Peer
 
 SURE_S = 5.0
-"""How long a process must have begun a step that another has not: a step that is called with new
-shapes counts as begun until it is refused."""
+"""How long a process must have begun a step that another has not before that is an error: a step
+that is called with new shapes counts as begun until it is refused."""
 
 
 class StepProgress:
-    """The steps of this process, and where others are that take part in none.
+    """The steps of this process, and the last step of each process that takes part in no further
+    one.
 
     Args:
         me: this process.
-        halt: ends the job, for a reason.
+        halt: ends the job, for a given reason.
     """
 
     def __init__(self, me: Peer, halt: Callable[[str], None]) -> None:
@@ -33,27 +34,28 @@ class StepProgress:
         self.looking = threading.Lock()
 
     def begin(self) -> None:
-        """A step over several processes is called."""
+        """Count a step over several processes that is called."""
         self.begun += 1
         if self.idle:
             self._look()
 
     def refuse(self) -> None:
-        """The step that was called has not been run."""
+        """Uncount the last step, which was called but not run."""
         self.begun -= 1
 
     def end(self) -> None:
-        """This process takes part in no other step."""
+        """Note that this process takes part in no further step."""
         self.ended = True
         self._look()
 
     def hear(self, peer: Peer, after: int, why: str) -> None:
-        """Another process has begun so many steps, and takes part in no other for now."""
+        """Note that another process has begun ``after`` steps and takes part in no other for
+        now."""
         self.idle[peer.process] = (peer, after, why)
         self._look()
 
     def clear(self) -> None:
-        """All have met: those that waited go on."""
+        """All processes have met: those that waited for that go on."""
         for process, (_, _, why) in tuple(self.idle.items()):
             if why != ENDED:
                 self.idle.pop(process, None)
@@ -91,13 +93,13 @@ _progress: StepProgress | None = None
 
 
 def count_steps(progress: StepProgress) -> None:
-    """Count the steps of this process there, from now on."""
+    """Count the steps of this process in ``progress`` from now on."""
     global _progress
     _progress = progress
 
 
 def begin_step() -> None:
-    """A step over several processes is called."""
+    """Count a step over several processes that is called."""
     if _progress is not None:
         _progress.begin()
 
@@ -106,17 +108,18 @@ _doing: Callable[[], str] | None = None
 
 
 def tell(doing: Callable[[], str] | None) -> None:
-    """Who says what this process is doing inside of a step, for the word about a lost process."""
+    """Set the function that describes what this process does inside a step, for the report of a
+    lost process."""
     global _doing
     _doing = doing
 
 
 def doing() -> str:
-    """What this process is doing, in words; empty if nobody says."""
+    """What this process is doing, as text; empty if no function is set."""
     return "" if _doing is None else _doing()
 
 
 def refuse_step() -> None:
-    """The step that was called has not been run."""
+    """Uncount the last step, which was called but not run."""
     if _progress is not None:
         _progress.refuse()

@@ -1,8 +1,9 @@
-"""Who this process is in a job of many: read from arguments or from the environment. No jax.
+"""Reads the role of this process in a job from arguments or from the environment. No jax.
 
-Launchers tell their processes by environment variables, each by its own. ``read_role`` knows, in
+Each launcher passes the role in environment variables with its own names. ``read_role`` tries, in
 this order: explicit arguments, this project's launcher, OpenMPI, Slurm, indexed Kubernetes jobs,
-TPU slices, and the names that older parameter-server systems used. The first that is there counts.
+TPU slices, and the names that older parameter-server systems used. The first one that is set
+counts.
 """
 
 from __future__ import annotations
@@ -15,30 +16,31 @@ from dataclasses import dataclass, replace
 from planner.errors import RequestError
 
 PORT = 8476
-"""Of the coordinator, where nobody says another (JAX's own default)."""
+"""The coordinator's port if none is given (JAX's own default)."""
 EPHEMERAL, APART, CHOICES = 61440, 17, 240
-"""First of the ports that a job's number picks one from, so that jobs on a host do not meet: so far
-apart that a coordinator and the 16 ports after it, which watching each other needs, fit between."""
+"""Ports that are picked by a job's number, so that jobs on one host do not collide: the first,
+their spacing and their number. The spacing leaves room for a coordinator and the 16 ports after it
+that ``failure_detection`` needs."""
 
 Environment = Mapping[str, str]
 
 
 class RoleError(RequestError):
-    """The environment or the arguments do not say who this process is; says what to do."""
+    """The environment or the arguments do not define the role of this process; says what to do."""
 
 
 @dataclass(frozen=True)
 class Role:
-    """Who a process is.
+    """The role of a process.
 
     Attributes:
-        processes: how many there are.
-        process: which one this is, from 0.
+        processes: number of processes.
+        process: number of this process, from 0.
         coordinator: ``"host:port"`` of process 0; None if there is one process only.
-        local: the process's number on its host, where that is known.
-        job: "worker", or what a parameter-server job calls it: "chief", "server", "scheduler" or
-            "evaluator".
-        source: where this was read.
+        local: the process's number on its host, if known.
+        job: "worker", or the job name in a parameter-server system: "chief", "server", "scheduler"
+            or "evaluator".
+        source: where the role was read.
     """
 
     processes: int = 1
@@ -59,8 +61,8 @@ def read_role(
     """The role of this process.
 
     Args:
-        environment: ``os.environ``, say.
-        coordinator, processes, process: explicit; each wins over the environment.
+        environment: the environment variables, such as ``os.environ``.
+        coordinator, processes, process: explicit values; each overrides the environment.
 
     Raises:
         RoleError: a variable is missing or malformed, or the parts contradict each other.
@@ -106,7 +108,7 @@ def _checked(role: Role) -> Role:
 
 
 def _address(text: str, source: str) -> str:
-    """``host:port`` with the default port put in; IPv6 addresses stand in brackets."""
+    """``host:port``, with the default port if none is given; IPv6 addresses must be in brackets."""
     if text.count(":") > 1 and not text.startswith("["):
         raise RoleError(f"{source}: coordinator {text!r}: write an IPv6 address as [address]:port")
     match = re.fullmatch(r"(\[[^\]]+\]|[^:\s]+)(?::(\d+))?", text.strip())
@@ -172,7 +174,7 @@ def first_host(nodes: str) -> str:
 
 def _slurm(env: Environment) -> Role | None:
     if "SLURM_PROCID" not in env or "SLURM_STEP_NODELIST" not in env:
-        return None  # a shell inside an allocation is no process of a job
+        return None  # a shell inside an allocation is not a process of a job
     count = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
     host = first_host(env["SLURM_STEP_NODELIST"])
     step = _number(env, "SLURM_STEP_ID") if "SLURM_STEP_ID" in env else 0
@@ -272,4 +274,4 @@ READERS: tuple[Callable[[Environment], Role | None], ...] = (
     _mindspore,
     _tf_config,
 )
-"""What reads each system's variables, in order; None where they are not set."""
+"""Readers of each system's variables, in order; a reader returns None if they are not set."""

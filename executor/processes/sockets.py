@@ -1,4 +1,4 @@
-"""Connections between the processes of a job: who is at the other end, and one message a line."""
+"""Connections between the processes of a job, with one message per line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from planner.errors import RequestError
 
 
 class HostError(RequestError):
-    """A host that can't be found, reached or bound; says which, and what to look at."""
+    """A host can't be resolved, reached or bound; says which, and what to check."""
 
 
 @dataclass(frozen=True)
@@ -31,15 +31,15 @@ class Peer:
 
 
 LONGEST = 1 << 20
-"""Bytes of one message; a longer one breaks the connection."""
+"""Maximum number of bytes of one message; a longer one breaks the connection."""
 
 
 class Connection:
-    """A connection that carries one JSON object a line.
+    """A connection that carries one JSON object per line.
 
     Args:
         connection: a TCP connection.
-        deadline_s: after how long a silent other end counts as gone.
+        deadline_s: seconds of silence after which the other end counts as gone.
     """
 
     def __init__(self, connection: socket.socket, deadline_s: float) -> None:
@@ -50,7 +50,8 @@ class Connection:
         self.lock = threading.Lock()
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send, unless the connection is broken: who reads will notice."""
+        """Send a message; a broken connection is ignored here, since the reading thread notices
+        it."""
         with self.lock, contextlib.suppress(OSError):
             self.connection.sendall(json.dumps(message).encode() + b"\n")
 
@@ -58,8 +59,9 @@ class Connection:
         """The next message; None once the connection is broken.
 
         Args:
-            longest: bytes that the message may have.
-            until: time (``time.monotonic``) by which all of it must be there; None waits for ever.
+            longest: maximum number of bytes of the message.
+            until: time (``time.monotonic``) by which all of it must have arrived; None waits
+                forever.
         """
         try:
             text = self._line(longest, until)
@@ -86,7 +88,7 @@ class Connection:
 
 
 def keep_alive(connection: socket.socket, deadline_s: float) -> None:
-    """Let the kernel break a connection whose other end is silent for ``deadline_s``."""
+    """Make the kernel break a connection whose other end is silent for ``deadline_s``."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
         ("TCP_KEEPIDLE", max(1, round(deadline_s / 2))),
@@ -99,7 +101,7 @@ def keep_alive(connection: socket.socket, deadline_s: float) -> None:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """Listen at one address of this host, or at all if it is empty; raises OSError."""
+    """Listen at one address of this host, or at all of them if it is empty; raises OSError."""
     if address:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         return socket.create_server((address, port), family=family)
@@ -110,7 +112,7 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 def hint(error: OSError | None, ports: int) -> str:
-    """What may be wrong where nobody was reached."""
+    """Possible causes when no process was reached, as text."""
     if error is None or isinstance(error, ConnectionRefusedError):
         return "the host answers, but nothing listens: process 0 has not started, or has ended"
     return (

@@ -1,4 +1,4 @@
-"""A compiled program's instructions: which are collectives, and the user's line of each."""
+"""The instructions of a compiled program: which are collectives, and the user's line of each."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from executor.verify.hlo.text import Instruction, parse
 from planner.graph.jaxpr.places import FRAMEWORKS
 
 HOLDERS = frozenset({"while", "conditional", "call", "async-update"})
-"""Instructions whose time is that of others."""
+"""Instructions whose time is that of the instructions inside them."""
 NAMELESS = "no line"
 OTHER = "(other)"
-"""Stands for kernels whose instruction is not known."""
+"""Stands for kernels whose instruction is unknown."""
 ROOMS = ("meshwright", "planner", "executor")
 
 _MODULE = re.compile(r"^HloModule ([\w.\-]+)")
@@ -26,13 +26,13 @@ _ROW = re.compile(r"^(\d+) (.*)$")
 _PACKAGE = re.compile(r"/site-packages/([^/]+)")
 _STANDARD = re.compile(r"/lib/python3\.\d+/(?!site-packages/)")
 _OWN = re.compile(r'"([^"\n]*)/(?:executor/run/(?:compile|interpret)|planner/arguments/calls)\.py"')
-"""Files of meshwright of which one is in every trace of a planned step."""
+"""Files of meshwright, one of which is in every trace of a planned step."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """An instruction: the kind of collective, or empty; the line that it comes from; what it
-    computes, as JAX names it; whether it calls a library."""
+    """An instruction: the kind of collective, or empty; its source line; the name that JAX gives
+    its computation; whether it calls a library."""
 
     kind: str
     line: str
@@ -44,9 +44,9 @@ class Part:
 class Program:
     """A compiled program: its name, and its instructions by name.
 
-    ``order``: their names as they run, an empty one behind each computation; ``holders``:
-    instructions whose time is that of others; ``partitions``: the devices that it was compiled
-    for; ``arguments``: the shapes of its arguments on one device.
+    ``order``: the names in execution order, with an empty one after each computation; ``holders``:
+    instructions whose time is that of the instructions inside them; ``partitions``: the number of
+    devices that it was compiled for; ``arguments``: the shapes of its arguments on one device.
     """
 
     name: str
@@ -61,7 +61,7 @@ def read_program(text: str) -> Program:
     """Read HLO text.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is not HLO.
     """
     head = _MODULE.match(text)
     if head is None:
@@ -82,7 +82,7 @@ def read_program(text: str) -> Program:
         return lines.get(int(frame[1]), NAMELESS) if frame is not None else NAMELESS
 
     def inner_line(at: Instruction) -> str:
-        """A fusion without a line: the last line inside."""
+        """The line of a fusion that has none: the last line inside it."""
         inside = computations.get(at.attributes.get("calls", "").removeprefix("%"))
         inner_lines = [line_of(x) for x in inside.instructions.values()] if inside else []
         return next((line for line in reversed(inner_lines) if line != NAMELESS), NAMELESS)
@@ -117,21 +117,21 @@ def _shape(kind: str) -> tuple[int, ...]:
 
 
 def _what(op_name: str) -> str:
-    """The last part of a name, or all of an argument's."""
+    """The last part of a name, or the whole name of an argument."""
     plain = op_name.replace("\\'", "'")
     return plain if plain.startswith("args[") else plain.rpartition("/")[2]
 
 
 def _wrapped(name: str) -> str:
-    """The collective that an instruction such as ``all-reduce-start.3`` is named after, for those
-    that stand in a wrapper."""
+    """The collective that an instruction such as ``all-reduce-start.3`` is named after, for
+    instructions inside a wrapper."""
     plain = name.partition(".")[0]
     return plain.removesuffix("-start").removesuffix("-done")
 
 
 def _is_users(path: str, home: str) -> bool:
-    """Whether a file is the user's or an installed model's, as plans have it; ``home``: where
-    meshwright lies."""
+    """Whether a file belongs to the user or to an installed model, as in plans; ``home``: the
+    folder of meshwright."""
     package = _PACKAGE.search(path)
     if package is not None:
         return package[1].removesuffix(".py") not in {*FRAMEWORKS, *ROOMS}
@@ -140,9 +140,9 @@ def _is_users(path: str, home: str) -> bool:
 
 
 def _frames(text: str, home: str) -> Iterator[tuple[int, str]]:
-    """Per stack frame of a module, the innermost line that is the user's.
+    """For each stack frame of a module, the innermost line of the user's code.
 
-    The text has 0 for no parent moved by one: ``parent_frame_id=1`` is none, 2 the first frame.
+    ``parent_frame_id`` is the parent's number plus one: 1 is no parent, 2 the first frame.
     """
     tables: dict[str, dict[int, str]] = {}
     current: dict[int, str] | None = None

@@ -15,13 +15,13 @@ from planner.errors import RequestError
 
 DEVICE = re.compile(r"/device:\w+:(\d+)")
 _OPS = "XLA Ops"
-"""The line of a TPU's plane with the instructions."""
+"""The line of a TPU's plane that has the instructions."""
 _INSTRUCTION = re.compile(r"%?([\w.\-]+)(?: = |$)")
 
 
 @dataclass(frozen=True)
 class Event:
-    """One run of one instruction on one device; times in seconds. ``kernel``: what a GPU ran."""
+    """One run of one instruction on one device; times in seconds. ``kernel``: the GPU kernel."""
 
     name: str
     module: str
@@ -34,13 +34,15 @@ class Event:
 
 @dataclass(frozen=True)
 class Timed:
-    """What a trace says of a program.
+    """The times of a program in a trace.
 
     Attributes:
-        devices, runs: how many devices, and how often the program ran on each.
-        seconds: per instruction, of all its runs in a step, the mean over steps and devices.
-        counts: how often it runs in a step.
-        steps_s: of every step, from the first instruction to the last, the slowest device's.
+        devices, runs: number of devices, and of runs of the program on each.
+        seconds: per instruction, the time of all its runs in a step, averaged over steps and
+            devices.
+        counts: how often each instruction runs in a step.
+        steps_s: of every step, the time from the first instruction to the last on the slowest
+            device.
     """
 
     devices: int
@@ -51,7 +53,7 @@ class Timed:
 
     @property
     def step_s(self) -> float:
-        """The median step."""
+        """The time of the median step."""
         return float(np.median(self.steps_s))
 
 
@@ -59,7 +61,7 @@ def trace_file(folder: Path) -> Path:
     """The newest trace in a folder.
 
     Raises:
-        RequestError: there is none.
+        RequestError: there is no trace.
     """
     traces = sorted(folder.rglob("*.xplane.pb"), key=lambda p: p.stat().st_mtime)
     if not traces:
@@ -71,16 +73,18 @@ def trace_file(folder: Path) -> Path:
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """The instructions in a trace: of devices with planes of their own only these, and there the
-    line of instructions, where there is one beside those of streams.
+    """The instructions in a trace.
+
+    If devices have their own planes, only those are read; of each, only the line of instructions if
+    there is one beside the lines of streams.
 
     Raises:
-        RequestError: the file is no trace.
+        RequestError: the file is not a trace.
     """
     try:
         data = jax.profiler.ProfileData.from_file(str(path))
         planes = list(data.planes)
-    except Exception as error:  # of the library's own, without a common type
+    except Exception as error:  # the library's errors have no common type
         raise RequestError(f"{path}: no trace of jax.profiler: {error}") from error
     by_plane = [list(_of_plane(plane)) for plane in planes if DEVICE.search(plane.name)]
     if not any(by_plane):
@@ -118,12 +122,13 @@ def _event(
 
 
 def timed(events: Iterable[Event], module: str, inside: frozenset[str]) -> Timed:
-    """What events say of a program.
+    """The times of a program, from events.
 
     Args:
-        events: of a trace.
-        module: the program's name; events without one count too if they name its instructions.
-        inside: the instructions to count; others only hold these (loops, calls).
+        events: the events of a trace.
+        module: the program's name; events without a name of a program also count if they name its
+            instructions.
+        inside: the instructions to count; others (loops, calls) only contain these.
 
     Raises:
         RequestError: the program is not in the trace.
@@ -146,7 +151,7 @@ def timed(events: Iterable[Event], module: str, inside: frozenset[str]) -> Timed
         others = ", ".join(sorted(seen - {""})[:5]) or "no program at all"
         raise RequestError(f"the trace has no run of {module}; it has {others}")
     runs = len({run for run, _ in spans})
-    if runs == 1 and len(spans) == len(devices):  # no back end's numbers: count the rarest
+    if runs == 1 and len(spans) == len(devices):  # no run numbers: count the rarest instruction
         runs = max(min(counts.values()) // len(devices), 1)
     by_run: dict[int, float] = {}
     for (run, _), (first, last) in spans.items():

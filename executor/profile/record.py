@@ -1,4 +1,4 @@
-"""What a traced run leaves beside its trace, so that it can be read without the run."""
+"""Saves what is needed to read a trace without the run."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ PROGRAM, PLAN = "program.txt", "plan.json"
 
 
 def record(step: Any, folder: Path) -> None:
-    """Write the plan and the compiled program of a step into the folder of its trace, by process 0;
-    nothing for steps that have no plan, or whose stages are programs of their own."""
+    """Write the plan and the compiled program of a step into the folder of its trace, in process 0.
+    Does nothing for steps that have no plan or whose stages are separate programs."""
     if isinstance(step, Parallelized):
         step = step.compiled if step.is_planned else None
     compiled = getattr(step, "compiled", step)  # of ``compile_plan``

@@ -37,7 +37,7 @@ class ShapesChangedError(Exception):
 
 
 class CompiledStep:
-    """A step that runs under a plan. Calls cost what a hand-written ``jax.jit`` call costs.
+    """A step that runs under a plan. A call costs the same as a call of a hand-written ``jax.jit``.
 
     Attributes:
         plan: the plan.
@@ -64,7 +64,7 @@ class CompiledStep:
             )
         self.plan = plan
         self.traced = traced
-        if abstract_mesh:  # of no device, so in no way that suits one
+        if abstract_mesh:  # without devices, no device-specific lowering
             plan = dataclasses.replace(plan, lowering=PLAIN)
         axes = mesh_axes(plan)
         self.mesh = (
@@ -132,9 +132,9 @@ class CompiledStep:
         self._spans = self._many and len({d.process_index for d in self.mesh.devices.flat}) > 1
 
     def _away(self, plan: Plan) -> dict[str, str]:
-        """The memory kinds besides the device's that the plan uses and the devices have."""
+        """The memory kinds other than the device's that the plan uses and the devices have."""
         kinds = {leaf.memory for leaf in plan.inputs} - {DEVICE}
-        if isinstance(self.mesh, jax.sharding.AbstractMesh):  # of no interest to who asks for it
+        if isinstance(self.mesh, jax.sharding.AbstractMesh):  # not needed without devices
             return {}
         for kind in sorted(kinds):
             if lacks_memory(list(self.mesh.devices.flat), kind):
@@ -149,14 +149,14 @@ class CompiledStep:
         return {kind: kind for kind in kinds}
 
     def place(self, *args: Any) -> tuple[Any, ...]:
-        """Put arguments where the plan wants them (host arrays, or arrays placed otherwise). Of a
-        host array, which must be the same in every process, each process takes its own part."""
+        """Put arguments (host arrays, or arrays placed otherwise) where the plan wants them. A host
+        array must be the same in every process; each process takes its own part."""
         if jax.process_count() > 1:
             args = self._parted(args)
         return tuple(jax.device_put(args, self.in_shardings))
 
     def _parted(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Arguments without the arrays that only this process has; asks no other process."""
+        """Arguments with local arrays laid out over the devices; no communication."""
         if not any(_is_local(x) for x in jax.tree_util.tree_leaves(args)):
             return args
 
@@ -178,8 +178,8 @@ class CompiledStep:
         return all(_is_weak(leaves[k]) == weak for k, weak in self._weak)
 
     def _unshared(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Arguments in which an array that is donated stands once; its other places get copies,
-        for memory can be given away only once."""
+        """Arguments in which a donated array occurs once; its other places get copies, since memory
+        can be donated only once."""
         leaves, tree = jax.tree_util.tree_flatten(args)
         count = len(leaves)
         if len(set(map(id, leaves))) == count or count != len(self._expected) or is_inside(args):
@@ -199,8 +199,8 @@ class CompiledStep:
         return self.run(*args)[0]
 
     def run(self, *args: Any) -> tuple[Any, tuple[Any, ...]]:
-        """Run one step; returns its result, and the arguments as they are now: where the plan wants
-        them, and with arrays in place of those that were given away but are not updated."""
+        """Run one step; returns its result, and the current arguments: placed as the plan wants,
+        with new arrays in place of donated ones that are not updated."""
         result, args = self._run(*(self._unshared(args) if self._donated else args))
         if not self._back:
             return result, args
@@ -246,13 +246,13 @@ class CompiledStep:
         return self._dispatch(program, args), args
 
     def _inside(self, args: Sequence[Any]) -> Any:
-        """Run inside a transformation; compiler options hold for a whole program only."""
+        """Run inside a transformation; compiler options apply to a whole program only."""
         if self._inner is not self.jitted:
             log.warning("compiler_options of the plan are ignored inside jax.jit; pass them there")
         return self._inner(*args)
 
     def _compiled(self, args: Sequence[Any]) -> Any:
-        """The program; raises RequestError for a compiler option that the back end refuses."""
+        """Compile; raises RequestError for a compiler option that the back end refuses."""
         try:
             return self.jitted.lower(*args).compile()
         except jax.errors.JaxRuntimeError as error:
@@ -262,7 +262,7 @@ class CompiledStep:
             raise
 
     def _check(self, args: Sequence[Any], error: Exception) -> None:
-        """Whether arguments that the program refuses only have to be placed; raises if not."""
+        """Check that refused arguments only have to be placed; raises if not."""
         if is_inside(args):
             return
         if not self.fits(args):
@@ -273,7 +273,7 @@ class CompiledStep:
             raise error
 
     def _dispatch(self, program: Any, args: Sequence[Any]) -> Any:
-        """Run the compiled step; counted where other processes wait for it."""
+        """Run the compiled step; counts it if other processes take part."""
         if not self._spans:
             return program(*args)
         begin_step()
@@ -284,8 +284,8 @@ class CompiledStep:
             raise
 
     def _compare(self, args: Sequence[Any]) -> None:
-        """Compare the first arguments with those of the other processes. Of an argument that comes
-        back as a result, all has to be equal; of others, what several processes hold."""
+        """Compare the first arguments with those of the other processes: in full if an argument
+        comes back as a result, else only what several processes hold."""
         self._compared = True
         paths = [path.partition("]")[0] for path in self.traced.graph.input_paths]
         graph = self.traced.graph
@@ -308,14 +308,14 @@ def _options(plan: Plan, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) ->
 
 
 def donated_leaves(traced: Traced, donate_argnums: int | Sequence[int]) -> tuple[int, ...]:
-    """Numbers of the arguments' arrays that are donated."""
+    """Positions of the argument leaves that are donated."""
     numbers = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
     roots = tuple(f"[{n}]" for n in numbers)
     return tuple(k for k, path in enumerate(traced.graph.input_paths) if path.startswith(roots))
 
 
 def weak_leaves(traced: Traced) -> list[tuple[int, bool]]:
-    """Arguments whose weak type counts, by number, and that type."""
+    """Positions of arguments whose weak type matters, and whether each has one."""
     return [
         (k, bool(getattr(aval, "weak_type", False)))
         for k, aval in enumerate(traced.jaxpr.in_avals)
@@ -341,8 +341,8 @@ def _is_weak(x: Any) -> bool:
 
 
 def spread(x: Any, sharding: jax.sharding.Sharding) -> Any:
-    """An array that only this process has, or every process for itself, laid out over the devices;
-    others as they are. Asks no other process."""
+    """Lay out an array that is local to this process, or to each process, over the devices; other
+    arrays are returned unchanged. No communication."""
     if not _is_local(x):
         return x
     if jax.numpy.issubdtype(getattr(x, "dtype", np.int32), jax.dtypes.prng_key):
@@ -358,7 +358,7 @@ def is_inside(args: Any) -> bool:
 
 
 def _is_local(x: Any) -> bool:
-    """Whether only this process has it: a host array, or one on devices of this process alone."""
+    """Whether an array is local to this process: a host array, or one on its devices only."""
     if isinstance(x, jax.core.Tracer):
         return False
     return not isinstance(x, jax.Array) or x.is_fully_addressable
@@ -392,7 +392,7 @@ class _Unplanned:
         return self.compiled
 
     def _cut(self, function: Callable[..., Any], args: Sequence[Any]) -> Callable[..., Any]:
-        """The step under the plan's recipe: its microbatches and what is computed again."""
+        """The step rewritten by the plan's recipe: its microbatches and rematerialization."""
         return rewritten(function, args, self.plan.recipe)
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
@@ -426,11 +426,11 @@ def compile_plan(
     """A callable that runs ``function`` under ``plan``.
 
     Args:
-        function: the step that the plan was made for; if that was under logical axis rules, under
-            them again (``planner.with_logical_axis_rules``, or those in force in Flax).
+        function: the step that the plan was made for. If it was planned under logical axis rules,
+            it needs them again (``planner.with_logical_axis_rules``, or those in force in Flax).
         plan: from ``planner.make_plan`` or ``planner.load_plan``.
         donate_argnums, donate_argnames: as for ``jax.jit``.
-        static_argnums, static_argnames: likewise.
+        static_argnums, static_argnames: as for ``jax.jit``.
 
     Raises (at the first call):
         PlanMismatchError: the plan is for another step; names the first differing operation.

@@ -1,8 +1,8 @@
-"""A plan as a Python module that needs nothing but jax.
+"""Exports a plan as a Python module that needs nothing but jax.
 
-What it says inside the step can't be written as ``with_sharding_constraint`` by hand: most of it
-lies in the backward pass. So the module carries this package's own walk over the traced step, its
-source copied, and a table of constraints by the number of the operation.
+Shardings inside the step can't be written as ``with_sharding_constraint`` in the model: most of
+them are in the backward pass. The module therefore contains this package's own walk over the traced
+step, its source copied, and a table of constraints by the number of the operation.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _PARTS: tuple[tuple[ModuleType, tuple[str, ...]], ...] = (
         ),
     ),
 )
-"""What is copied, by module."""
+"""The copied objects, by module."""
 
 _SETS = ("REMAT", "CALLS", "LOOPS", "REGIONS", "STRUCTURED")
 
@@ -217,7 +217,8 @@ def python_text(plan: Plan, name: str = "sharded") -> str:
 
     Args:
         plan: any plan whose decisions are shardings and host memory.
-        name: of the module, for its usage note; "sharded" stands for one that is no identifier.
+        name: the module's name, for its usage note; "sharded" replaces a name that is not an
+            identifier.
 
     Raises:
         RequestError: the plan decides more than that.
@@ -336,7 +337,7 @@ def _wrapped(name: str, words: list[str]) -> str:
 
 
 def _quoted(words: list[str], indent: str) -> str:
-    """Words as adjacent string literals, a line each."""
+    """Words as adjacent string literals, one per line."""
     lines = textwrap.wrap(" ".join(words), WIDTH - len(indent) - 3, break_on_hyphens=False) or [""]
     return "\n".join(
         quoted(f"{line} " if k < len(lines) - 1 else line) for k, line in enumerate(lines)
@@ -344,7 +345,7 @@ def _quoted(words: list[str], indent: str) -> str:
 
 
 def _copied() -> list[str]:
-    """Source of the functions that the walk is made of."""
+    """Source of the functions that make up the walk."""
     source = [
         inspect.getsource(getattr(module, name))
         for module, names in ((compat, _COMPAT), *_PARTS)

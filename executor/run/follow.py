@@ -1,4 +1,4 @@
-"""A plan that follows another: an evaluation step beside the train step whose state it reads."""
+"""A plan that follows another, such as an evaluation step that reads the train step's state."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ def follow(
     args: Sequence[Any],
     overrides: Mapping[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What to plan a step with so that it fits a step that is planned already.
+    """The arguments and options that make a step fit a step that is already planned.
 
     Args:
-        leader: that step, built.
-        options: what that step was planned with.
+        leader: the planned step, built.
+        options: the options that it was planned with.
         args: the arguments of the step to plan, arrays or ShapeDtypeStructs.
-        overrides: what is asked for the step to plan; what is not there is taken from ``options``.
+        overrides: options of the step to plan; the others are taken from ``options``.
 
     Returns:
-        The arguments as ShapeDtypeStructs: those that are on the leader's devices with the sharding
-        that they have, those that only have the name and shape of one of its arguments with the
-        one that the plan gives it. And the options, with the leader's mesh and without what is kept
-        in host memory: that is of a state which comes back.
+        The arguments as ShapeDtypeStructs, and the options. Arguments on the leader's devices keep
+        their sharding; those that only share name and shape with one of the leader's arguments get
+        the sharding that its plan gives that one. The options have the leader's mesh, and no
+        ``offload``: host memory is for a state that the step returns.
     """
     if leader.plan.schedule:
         raise RequestError(

@@ -1,7 +1,7 @@
-"""Re-evaluates a traced step with the plan's sharding constraints put in.
+"""Re-evaluates a traced step with the plan's sharding constraints inserted.
 
 Walks the jaxpr as ``planner.graph.trace`` does, by ``planner.graph.jaxpr.walk``: the n-th operation
-here is operation n of the graph. Loops, branches and rematerialised bodies are rebuilt with the
+here is operation n of the graph. Loops, branches and rematerialized bodies are rebuilt with the
 constraints inside and bound again with their own parameters; calls are inlined.
 """
 
@@ -24,17 +24,17 @@ from planner.rules.kernels.regions import is_region
 Shardings = Mapping[tuple[int, str, int], jax.sharding.NamedSharding]
 
 Decided = Mapping[tuple[int, int], Callable[[Any], Any]]
-"""By operation and result, what else is done to the result (``executor.run.decisions``)."""
+"""By operation and result, what is applied to the result (``executor.run.decisions``)."""
 
 STAGES = {"in": ("from", "in"), "out": ("after", "out")}
-"""The slots that follow each other where a value enters, and where it leaves, an operation."""
+"""The consecutive slots where a value enters an operation, and where it leaves it."""
 
 RESULTS = ("made", *STAGES["out"])
 """The slots of a result."""
 
 
 def in_bounds(eqn: Any, ins: list[Any]) -> list[Any]:
-    """Operands of an equation, with the starts of slices where these end up.
+    """Operands of an equation, with the starts of slices clamped to their bounds.
 
     A slice that would reach past the end starts earlier. XLA's simplifier forgets that where the
     result is sharded along a sliced dimension: it adds up the starts of the two slices. With starts
@@ -61,8 +61,8 @@ def in_bounds(eqn: Any, ins: list[Any]) -> list[Any]:
 
 
 class Kept:
-    """An argument that lives in host memory, and its copies on the device, in its own ``sharding``:
-    ``spans`` has the first and the last operation that read each."""
+    """An argument in host memory, and its copies on the device, with their ``sharding``; ``spans``:
+    the first and the last operation that read each copy."""
 
     def __init__(
         self, value: Any, sharding: jax.sharding.NamedSharding, spans: Sequence[tuple[int, int]]
@@ -71,7 +71,7 @@ class Kept:
         self.copies: dict[int, Any] = {}
 
     def at(self, op: int) -> Any:
-        """The copy that operation ``op``, or one behind it, reads."""
+        """The copy that operation ``op``, or a later one, reads."""
         number = sum(last < op for _, last in self.spans)
         if number not in self.copies:
             self.copies[number] = compat.to_memory(self.value, self.sharding, host=False)
@@ -81,7 +81,7 @@ class Kept:
 def returned(
     results: Sequence[Any], host: Sequence[jax.sharding.NamedSharding | None]
 ) -> list[Any]:
-    """Results of a step; those with a sharding in ``host`` in host memory, sharded so."""
+    """Results of a step; those with a sharding in ``host`` are put in host memory with it."""
     out = []
     for x, sharding in zip(results, host, strict=True):
         if isinstance(x, Kept):
@@ -92,7 +92,7 @@ def returned(
 
 
 class Evaluated(NamedTuple):
-    """An operation, with what it took and what it gave."""
+    """An operation, with its operands and results."""
 
     op: int
     params: Any
@@ -116,11 +116,11 @@ def is_slice(
 
 
 class Spread(NamedTuple):
-    """A broadcast: its result, its equation and what it repeats.
+    """A broadcast: its result, its equation and its operand.
 
-    A loop is given what is repeated, and repeats it inside, where its readers' kernels do that:
-    XLA:GPU keeps in memory whatever enters a loop, and JAX moves the broadcasts of masks and fill
-    values out of a scan's body when it takes the scan's derivative.
+    A loop takes the operand and broadcasts it inside, in the kernels that read it: XLA:GPU keeps in
+    memory whatever enters a loop, and JAX moves the broadcasts of masks and fill values out of a
+    scan's body when it differentiates the scan.
     """
 
     result: Any
@@ -129,7 +129,7 @@ class Spread(NamedTuple):
 
     @property
     def array(self) -> Any:
-        """What it repeats; a literal as an array."""
+        """The operand; a literal as an array."""
         if isinstance(self.source, jax.Array):
             return self.source
         return jax.numpy.asarray(self.source, self.result.dtype)
@@ -166,19 +166,19 @@ class _Steps(Walk[None]):
         return [None] * len(eqn.outvars)
 
     def branches(self, branches: Sequence[Body]) -> None:
-        """Count what stands in the branches of a conditional."""
+        """Count the operations in the branches of a conditional."""
         for body in branches:
             self.count += len(body.entering)
             self.run(body.jaxpr, [None] * len(body.entering))
 
 
 class ConstrainedStep(Walk[Any]):
-    """Evaluates one traced step on tracers or arrays, or what is ``Kept``; a new one for every
+    """Evaluates one traced step on tracers, arrays or ``Kept`` arguments; create one per
     evaluation.
 
-    ``kinds`` are those of the step's operations in the order of the walk; ``shardings`` says
-    where a value is held to which sharding: (operation, slot, position); ``decided`` what else is
-    done to results; ``sources``: the lines of the operations, by which profiles name collectives.
+    ``kinds``: the kinds of the step's operations in the order of the walk; ``shardings``: the
+    constraints by (operation, slot, position); ``decided``: other functions that are applied to
+    results; ``sources``: the lines of the operations, which name collectives in profiles.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class ConstrainedStep(Walk[Any]):
         self.next = 0
 
     def step(self, kind: str) -> int:
-        """The index of the operation that comes next, which must be of ``kind``."""
+        """The index of the next operation, which must be of ``kind``."""
         index = self.next
         expected = self.kinds[index] if index < len(self.kinds) else "none"
         if expected != kind and not {expected, kind} <= MARKS:
@@ -207,7 +207,7 @@ class ConstrainedStep(Walk[Any]):
         return index
 
     def at(self, op: int, slot: str, position: int, value: Any) -> Any:
-        """``value`` under the plan's constraints for that place, if there are any."""
+        """``value`` under the plan's constraints for that place, if any."""
         if compat.is_ref(jax.typeof(value)):
             return value
         for name in STAGES.get(slot, (slot,)):
@@ -219,7 +219,7 @@ class ConstrainedStep(Walk[Any]):
         return value
 
     def constrained(self, value: Any, sharding: jax.sharding.NamedSharding) -> Any:
-        """``value`` under ``sharding``; asked again it is the same value, resharded once."""
+        """``value`` under ``sharding``; a repeated call returns the same value, resharded once."""
         known = self.known.get((id(value), sharding))
         if known is None:
             resharded = jax.lax.with_sharding_constraint(value, sharding)
@@ -234,19 +234,19 @@ class ConstrainedStep(Walk[Any]):
     def entered(
         self, args: Sequence[Any], held: Sequence[jax.sharding.NamedSharding | None]
     ) -> list[Any]:
-        """What enters a rematerialised body, sharded as it is outside: the barrier around the body
-        hides that, and Shardy would let a later reader's sharding take its place."""
+        """The arguments of a rematerialized body, sharded as outside: the barrier around the body
+        hides that, and Shardy would use a later reader's sharding instead."""
         return [
             x if s is None else jax.lax.with_sharding_constraint(x, s)
             for x, s in zip(args, held, strict=True)
         ]
 
     def fetched(self, values: Sequence[Any]) -> list[Any]:
-        """``values``, of those in host memory the copies that the next operation reads."""
+        """``values``; for those in host memory, the copies that the next operation reads."""
         return [x.at(self.next) if isinstance(x, Kept) else x for x in values]
 
     def call(self, eqn: Any, ins: list[Any], body: Body) -> Sequence[Any]:
-        """Evaluate a call; what is ``Kept`` stays so inside."""
+        """Evaluate a call; ``Kept`` values stay so inside."""
         with compat.computed_on(eqn):
             if eqn.primitive.name in REMAT:
                 return self.remat(eqn, self.fetched(ins), body)
@@ -267,7 +267,7 @@ class ConstrainedStep(Walk[Any]):
             return first
         given = list(ins)
         ins = in_bounds(eqn, [self.at(op, "in", k, x) for k, x in enumerate(ins)])
-        if name == "fft":  # XLA:CPU may give it the layout of a collective, and then refuses that
+        if name == "fft":  # XLA:CPU may give it a collective's layout, and then refuses that
             ins = [compat.row_major(x) for x in ins]
         results = [
             self.at(op, "made", k, x) for k, x in enumerate(compat.evaluate_equation(eqn, ins))
@@ -284,7 +284,7 @@ class ConstrainedStep(Walk[Any]):
         return outs
 
     def region(self, eqn: Any, ins: list[Any]) -> list[Any]:
-        """Evaluate a ``shard_map`` between the marks of what enters and leaves it."""
+        """Evaluate a ``shard_map`` between the marks of its operands and results."""
         entered = [
             x if compat.is_literal(v) else self.edge(x)
             for v, x in zip(eqn.invars, ins, strict=True)
@@ -293,7 +293,7 @@ class ConstrainedStep(Walk[Any]):
         return [self.edge(x) for x in self.on_shards(eqn, entered)]
 
     def edge(self, value: Any) -> Any:
-        """``value`` under the constraints of the mark that comes next."""
+        """``value`` under the constraints of the next mark."""
         op = self.step("region_edge")
         return self.at(op, "out", 0, self.at(op, "in", 0, value))
 
@@ -302,8 +302,8 @@ class ConstrainedStep(Walk[Any]):
         return compat.evaluate_equation(eqn, ins)
 
     def first_of(self, eqn: Any, op: int, ins: list[Any]) -> list[Any] | None:
-        """The results of an operation before ``op`` that computes the same and that the plan says
-        nothing else of: a value is computed, and resharded, once."""
+        """The results of an earlier operation that computes the same as ``op``, if the plan has no
+        other constraints for ``op``: a value is computed, and resharded, once."""
         for known in self.evaluated.get((eqn.primitive.name, tuple(map(id, ins))), ()):
             places = [(slot, k) for slot in STAGES["in"] for k in range(len(ins))]
             places += [(slot, k) for slot in RESULTS for k in range(len(known.outs))]
@@ -315,15 +315,15 @@ class ConstrainedStep(Walk[Any]):
         return None
 
     def barrier(self, eqn: Any, ins: list[Any]) -> Sequence[Any]:
-        """Evaluate a barrier: an operation for each operand."""
+        """Evaluate a barrier, which counts as one operation per operand."""
         ops = [self.step(BARRIER) for _ in ins]
         ins = [self.at(op, "in", 0, x) for op, x in zip(ops, ins, strict=True)]
         outs = compat.evaluate_equation(eqn, ins)
         return [self.at(op, "out", 0, x) for op, x in zip(ops, outs, strict=True)]
 
     def remat(self, eqn: Any, ins: list[Any], body: Body) -> Sequence[Any]:
-        """Evaluate a rematerialised body with constraints inside; what leaves it is held outside
-        as it was inside."""
+        """Evaluate a rematerialized body with constraints inside; its results have the same
+        shardings outside as inside."""
         held = self.held_as(ins)
         left: list[jax.sharding.NamedSharding | None] = []
 
@@ -343,13 +343,13 @@ class ConstrainedStep(Walk[Any]):
         body: Callable[[Sequence[Any]], list[Any]],
         repeated: Mapping[int, Spread] = MappingProxyType({}),
     ) -> Any:
-        """A jaxpr of the form of ``like`` that computes ``body``, of what is ``repeated`` in place
-        of those of its arguments."""
+        """A jaxpr of the form of ``like`` that computes ``body``, with the operands of ``repeated``
+        broadcasts in place of those arguments."""
         avals = [v.aval for v in compat.body(like).invars]
         for n, how in repeated.items():
             avals[n] = how.eqn.invars[0].aval
         structs = [compat.placed_struct(a) for a in avals]
-        outside, self.evaluated = self.evaluated, {}  # no body reads what stands outside of it
+        outside, self.evaluated = self.evaluated, {}  # a body reads nothing from outside
         try:
             closed, _ = compat.make_jaxpr(lambda *args: body(args), structs)
         finally:
@@ -372,7 +372,7 @@ class ConstrainedStep(Walk[Any]):
         return eqn.primitive.bind(*ins, **{**eqn.params, **new})  # type: ignore[no-any-return]
 
     def repeated(self, borders: Sequence[int], ins: Sequence[Any]) -> dict[int, Spread]:
-        """Of the constants of a loop the broadcasts, but for those that the plan gathers."""
+        """The constants of a loop that are broadcasts, except those that the plan gathers."""
         broadcasts = {}
         for k, (op, x) in enumerate(zip(borders, ins, strict=False)):
             how, (held,) = self.spread.get(id(x)), self.held_as([x])
@@ -385,8 +385,8 @@ class ConstrainedStep(Walk[Any]):
         self, body: Body, entering: Sequence[int], stacks: bool, small: Mapping[int, Spread]
     ) -> Any:
         """The body of a loop with constraints inside; ``entering``: borders of all operands;
-        ``stacks``: whether results behind the carries are slices of what the loop stacks;
-        ``small``: operands that are broadcast inside."""
+        ``stacks``: whether results after the carries are slices of what the loop stacks; ``small``:
+        operands that are broadcast inside."""
         spread = {n: small[k] for n, k in enumerate(body.operands) if k in small}
 
         def inside(args: Sequence[Any]) -> list[Any]:
@@ -400,7 +400,7 @@ class ConstrainedStep(Walk[Any]):
             for k, kind in enumerate(body.closing):
                 outs[k] = self.at(self.step(kind), "in", 0, outs[k])
             for k in range(len(body.closing) if stacks else len(outs), len(outs)):
-                outs[k] = self.at(self.next + k, "in", 0, outs[k])  # of the border that stacks it
+                outs[k] = self.at(self.next + k, "in", 0, outs[k])  # the border that stacks it
             return outs
 
         return self.rebuilt(body.jaxpr, inside, spread)
@@ -410,7 +410,7 @@ class ConstrainedStep(Walk[Any]):
         ins = self.fetched(ins)
         counted = _Steps()
         counted.branches(branches)
-        meets = self.next + counted.count  # the first border behind the branches
+        meets = self.next + counted.count  # the first border after the branches
         new = tuple(self.branch(body, meets, k) for k, body in enumerate(branches))
         for _ in eqn.outvars:
             self.step("branch_out")

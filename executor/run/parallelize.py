@@ -40,19 +40,19 @@ from planner.spec import REWRITINGS
 log = logging.getLogger("meshwright")
 
 PLANS_KEPT = 16
-"""How many planned and compiled steps ``parallelize`` keeps by default."""
+"""Default number of planned and compiled steps that ``parallelize`` keeps."""
 LARGE, LARGE_SHARE = 256_000_000, 0.01
-"""Bytes, or the share of a device's memory, from which on an operation that runs whole is named."""
+"""Bytes, or the share of a device's memory, from which an operation that runs whole is named."""
 
 
 _Key = tuple[Hashable, Any, tuple[tuple[Any, ...], ...]]
-"""What of a call decides about its plan: its statics, its structure, and per array its shape, dtype
-and weak type."""
+"""The parts of a call that decide its plan: its static values, its structure, and per array its
+shape, dtype and weak type."""
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """A step that is planned, and the calls that it is for."""
+    """A planned step, and the calls that it serves."""
 
     step: CompiledStep
     key: Hashable
@@ -62,8 +62,8 @@ class _Entry:
 class Parallelized:
     """A train step that plans itself; behaves like the function it wraps.
 
-    New shapes and new static values plan again (and say so through the ``meshwright`` logger,
-    level WARNING); the last ``max_plans`` plans are kept.
+    New shapes and new static values trigger a new plan (and a WARNING of the ``meshwright``
+    logger); the last ``max_plans`` plans are kept.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Parallelized:
         return self._planned(bound).step.jitted.lower(*abstract(bound.args))
 
     def _planned(self, bound: Bound) -> _Entry:
-        """The step for a call: one that is planned already, or a new one."""
+        """The step for a call: one that is already planned, or a new one."""
         shapes = abstract(bound.args)
         leaves, tree = jax.tree_util.tree_flatten(shapes)
         key = (bound.key, tree, tuple((x.shape, str(x.dtype), x.weak_type) for x in leaves))
@@ -145,13 +145,14 @@ class Parallelized:
         return self._current
 
     def _check_passed(self, bound: Bound, step: CompiledStep) -> None:
-        """Compare all arrays of static objects from now on if the step took one for a constant."""
+        """Compare all arrays of static objects from now on if the step has one of them as a
+        constant."""
         passed = {id(x) for _, fixed in bound.function.partition.statics for x in fixed.passed}
         if passed and any(id(x) in passed for x in compat.all_consts(step.traced.jaxpr)):
             self.calls.trusting = False
 
     def _retraced(self, bound: Bound, shapes: tuple[Any, ...]) -> CompiledStep | None:
-        """The step under the plan of a call that differs in weak types only, if that fits."""
+        """The step under the plan of a call that differs only in weak types, if that plan fits."""
         for entry in reversed(self._entries.values()):
             if entry.key != bound.key or not entry.step.fits(shapes):
                 continue
@@ -167,7 +168,7 @@ class Parallelized:
         return None
 
     def _news(self, bound: Bound, key: _Key) -> str:
-        """What is new about a call, in words."""
+        """What is new about a call, as text."""
         if self._current is None or self._current.key == bound.key:
             for other in reversed(self._entries):
                 pairs = list(zip(key[2], other[2], strict=False))
@@ -198,13 +199,13 @@ class Parallelized:
         self, bound: Bound, shapes: tuple[Any, ...]
     ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
         """The function to plan, its arguments with their marks, and the options."""
-        # without any given, those in force in Flax
+        # None: those in force in Flax
         rules = self.options.get("logical_axis_rules")
         function = with_logical_axis_rules(bound.function, rules)
         options, given = dict(self.options), bound.args
         if self.like is not None and (self.like.is_planned or not capture.is_on()):
             given, options = follow(self.like.compiled, self.like.options, given, options)
-        # where arrays lie is a mark the first time; later it is our own doing
+        # placements are marks at the first call; later ones come from our plans
         if (self._entries and self.like is None) or is_inside(given):
             given = shapes
         return function, given, options
@@ -240,13 +241,13 @@ class Parallelized:
         return compiled_step(traced, plan, donate_argnums=bound.donated, name=self.__name__)
 
     def _tell(self, plan: Plan, options: Mapping[str, Any]) -> None:
-        """Warn where the step was rewritten in a respect that no option asks for."""
+        """Warn if the step was rewritten in a respect that no option requests."""
         chosen, plain = dataclasses.asdict(plan.recipe), dataclasses.asdict(PLAIN)
         names = [name for name in REWRITINGS if name not in options]
         unasked = {k: chosen[k] for k in names if chosen[k] != plain[k]}
         named = options.get("mode")
         mode = check_mode(named, DEFAULT_SEARCH) if named else get_parallel_mode()
-        if mode.staged or plan.order:  # pipelines were asked for, and come with the rest
+        if mode.staged or plan.order:  # pipelines were requested, and imply these
             come = ("stages", "microbatches", "schedule")
             unasked = {k: v for k, v in unasked.items() if k not in come}
         replicas = unasked.pop("replicas", 1)
@@ -276,7 +277,7 @@ class Parallelized:
         if entry and entry.is_plain and not keywords and entry.step.weak_as_traced(args):
             try:
                 return unwrapped(*entry.step.run(*args))
-            except (ShapesChangedError, TypeError):  # JAX refuses what is no array by TypeError
+            except (ShapesChangedError, TypeError):  # JAX raises TypeError for non-arrays
                 pass
         bound = self.calls.bind(args, keywords)
         result = self._call(bound)
@@ -356,11 +357,11 @@ def parallelize(
         function: a jit-able step of pytrees, Flax NNX objects (updated in place, as by ``nnx.jit``)
             or Equinox modules; None makes this a decorator with options.
         donate_argnums, donate_argnames, static_argnums, static_argnames: as for ``jax.jit``.
-        like: a step that is planned already, such as the train step for an evaluation step: the
-            same mesh, and the arrays that both have stay where that plan keeps them.
+        like: a step that is already planned, such as the train step for an evaluation step: this
+            step uses the same mesh, and the arrays that both have stay where that plan keeps them.
         max_plans: how many plans to keep, each with its compiled program; one per set of shapes and
-            static values. The one used longest ago goes first.
-        cluster: what to plan for; None describes the devices present.
+            static values. The least recently used one is dropped first.
+        cluster: the cluster to plan for; None describes the devices present.
         **options: as for ``planner.make_plan``.
 
     Returns:

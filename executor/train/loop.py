@@ -1,8 +1,8 @@
-"""A training loop to take or leave: checkpoints, resume, metrics, preemption.
+"""An optional training loop: checkpoints, resume, metrics, preemption.
 
-It adds nothing to the step: metrics are fetched now and then, checkpoints are written while the
-next steps run, and a run that was stopped goes on at the very batch where it stopped, under
-whatever plan the devices that are there now have.
+It adds nothing to the step: metrics are fetched every few steps, checkpoints are written while the
+next steps run, and a run that was stopped resumes at the exact batch where it stopped, under the
+plan for the devices that are present then.
 """
 
 from __future__ import annotations
@@ -43,13 +43,14 @@ class Trained:
     """What ``train`` returns.
 
     Attributes:
-        state: the last.
-        step: how many steps it has had.
-        metrics: of the last step, by name; empty if none was made.
-        speed: ``step_s/median``, ``step_s/p90`` and ``step_s/max`` over log intervals, of each the
-            mean of its steps, without the first interval; ``memory/peak_bytes`` of a device, where
-            the back end counts them; and what the plan predicted (``step_s/planned``,
-            ``memory/planned_bytes``). Empty before the second interval.
+        state: the last state.
+        step: number of steps that the state has had.
+        metrics: metrics of the last step, by name; empty if no step was made.
+        speed: ``step_s/median``, ``step_s/p90`` and ``step_s/max`` over log intervals, each
+            interval counted by the mean of its steps, without the first interval;
+            ``memory/peak_bytes`` of a device, if the back end counts them; and the plan's
+            predictions (``step_s/planned``, ``memory/planned_bytes``). Empty before the second
+            interval.
     """
 
     state: Any
@@ -59,8 +60,8 @@ class Trained:
 
 
 class PreemptedError(SystemExit):
-    """SIGTERM came, and the state is saved. Uncaught, it ends the process with ``peers.AGAIN``,
-    which launchers take as "start again"."""
+    """SIGTERM came, and the state is saved. Uncaught, it ends the process with
+    ``failure_detection.AGAIN``, which launchers take as "start again" (EX_TEMPFAIL)."""
 
 
 def train(
@@ -79,38 +80,39 @@ def train(
     profile: tuple[int, int] | None = None,
     progress: bool = True,
 ) -> Trained:
-    """Train until ``steps`` steps are made, going on from the last checkpoint if there is one.
+    """Train until ``steps`` steps are done, resuming from the last checkpoint if there is one.
 
     Args:
         step: ``(state, batch) -> (state, metrics)``, metrics a pytree of scalars; from
             ``parallelize``, ``compile_plan`` or ``jax.jit``.
-        state: to begin with; where there is a checkpoint, of its form only. Flax NNX objects in it
-            are updated in place, also from the checkpoint; static leaves are not saved.
-        batches: from ``shard``, which find their place again; of any other iterable the
-            batches of steps that were made before are drawn and dropped.
-        steps: in all, those before included; fewer if the batches end.
-        directory: of checkpoints (by step), ``metrics.jsonl`` and profiles, the same for all
-            processes; None keeps nothing, and SIGTERM then ends the process as ever.
+        state: the initial state; if there is a checkpoint, only its structure is used. Flax NNX
+            objects in it are updated in place, also from the checkpoint; static leaves are not
+            saved.
+        batches: from ``shard``, which resumes at its position; from any other iterable, the batches
+            of steps that were made before are drawn and dropped.
+        steps: total number of steps, including those made before; fewer if the batches end.
+        directory: folder of checkpoints (by step), ``metrics.jsonl`` and profiles, the same for all
+            processes; None saves nothing, and SIGTERM then ends the process as usual.
         save_every: steps between checkpoints; the last step has one too.
         keep: how many checkpoints to keep; None keeps all.
-        log_every: steps between looks at the metrics.
-        evaluate: state -> metrics, as ``lambda s: mean_metrics(eval_step, s, held_out())``.
-        evaluate_every: steps between; the last step has one too.
-        on_metrics: told (step, metrics), in every process, of training (with ``speed/...`` and
-            ``memory/...`` beside) and of evaluation (the names begin with ``eval/``); one
-            function, or several, as from ``executor.train.writers``.
+        log_every: steps per log interval, after which the metrics are fetched.
+        evaluate: state -> metrics, such as ``lambda s: mean_metrics(eval_step, s, held_out())``.
+        evaluate_every: steps between evaluations; the last step has one too.
+        on_metrics: called with (step, metrics), in every process, for training (with ``speed/...``
+            and ``memory/...``) and for evaluation (names are prefixed ``eval/``); one function, or
+            several, such as those of ``executor.train.writers``.
         profile: first and last step to trace by ``jax.profiler``, into ``directory/profile``.
-        progress: whether process 0 shows how it goes.
+        progress: whether process 0 shows the progress.
 
     Raises:
-        NotFiniteError: the loss (or, if no metric is called loss, any) is NaN or infinite: the
-            step, and the arrays that are too. Nothing is saved after the step.
+        NotFiniteError: the loss (or, if no metric is called loss, any) is NaN or infinite; names
+            the step, and the arrays that are not finite. Nothing is saved after the step.
         ProcessMismatchError: the processes of the job have other settings, steps, states, data or
             options of ``train``; in all of them.
         PreemptedError: SIGTERM came to any of the processes; all have saved after the same step.
         CheckpointError: a checkpoint can't be written, or does not fit the state.
         FencedError: another job owns the directory, or took it over while this one was stopped.
-        RequestError: ``steps``, ``save_every``, ``log_every`` or ``profile`` make no sense.
+        RequestError: ``steps``, ``save_every``, ``log_every`` or ``profile`` is invalid.
     """
     _check(steps, save_every, log_every, evaluate_every, profile, directory)
     if directory is not None:
@@ -183,7 +185,7 @@ def mean_metrics(step: Callable[..., Any], state: Any, batches: Iterable[Any]) -
     """The mean of the metrics of ``step(state, batch)`` over batches, by name.
 
     Raises:
-        RequestError: there are no batches, or a metric is no scalar.
+        RequestError: there are no batches, or a metric is not a scalar.
     """
     batch_metrics = [
         named_scalars(m) for m in jax.device_get([step(state, batch) for batch in batches])
@@ -218,7 +220,7 @@ def _check(
 
 
 def _check_state(state: Any) -> None:
-    """Refuse a state that no checkpoint can hold before a step is made; raises RequestError."""
+    """Refuse a state that no checkpoint can hold, before any step is made; raises RequestError."""
     if jax.tree_util.treedef_is_leaf(jax.tree_util.tree_structure(arrays_of(state))):
         raise RequestError(
             "directory=: the state is one bare array, which has no name in a checkpoint; expected "
@@ -243,7 +245,7 @@ def _compare(source: Iterator[Any], **options: Any) -> None:
 
 @contextlib.contextmanager
 def _open(checkpoints: Checkpoints) -> Iterator[Checkpoints]:
-    """Close in the end, which waits for the save under way; but not after an error that the other
+    """Close in the end, which waits for a pending save; but not after an error that the other
     processes do not have: the save waits for them, and they wait for this one."""
     try:
         yield checkpoints
@@ -259,7 +261,8 @@ def _open(checkpoints: Checkpoints) -> Iterator[Checkpoints]:
 
 
 def _prepared(step: Any, state: Any, source: Iterator[Any]) -> tuple[Iterator[Any], Any]:
-    """Plan the step if it is not planned, with the first batch; where its state is to lie."""
+    """Plan the step with the first batch if it is not planned; returns the batches, and the
+    shardings of the state."""
     if not hasattr(step, "is_planned"):
         return source, None
     if not step.is_planned:
@@ -330,7 +333,7 @@ def _pair(result: Any) -> tuple[Any, Any]:
 
 
 class _Profile:
-    """Traces some steps."""
+    """Traces a range of steps."""
 
     def __init__(
         self, wanted: tuple[int, int] | None, folder: Path | None, step: Any, done: int
@@ -342,14 +345,14 @@ class _Profile:
         self.running = False
 
     def before(self, step_number: int, state: Any) -> None:
-        """Begin, if this is the first step to trace."""
+        """Start the trace, if this is the first step to trace."""
         if step_number == self.first and self.folder is not None:
             jax.block_until_ready(state)
             jax.profiler.start_trace(str(self.folder / "profile"))
             self.running = True
 
     def after(self, step_number: int, state: Any) -> None:
-        """End, if this was the last."""
+        """Stop the trace, if this was the last."""
         if self.running and step_number == self.last:
             jax.block_until_ready(state)
             self.__exit__()

@@ -1,6 +1,6 @@
-"""What a run says of itself: metrics of every step, in a file, on a bar, and when they go wrong.
+"""Metrics of a run: written to a file, shown as progress, checked for bad values.
 
-Metrics stay on the devices until they are asked for, so that steps in between are not waited for.
+Metrics stay on the devices until they are fetched, so that the steps in between do not wait.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ FILE, EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"
 
 
 class NotFiniteError(RequestError):
-    """A metric became NaN or infinite; says which, at which step, and which arrays are too."""
+    """A metric became NaN or infinite; names it, its step, and the arrays that are not finite."""
 
 
 class Meter:
     """The metrics of a run.
 
     Args:
-        steps: how many the run has in all.
-        done: how many were made before.
-        directory: of the file of metrics, one JSON object a step; None keeps none.
-        on_metrics: told (step, metrics) of the latest step whenever metrics were fetched; one
+        steps: total number of steps of the run.
+        done: number of steps made before.
+        directory: folder of the metrics file, one JSON object per step; None writes no file.
+        on_metrics: called with (step, metrics) of the latest step whenever metrics are fetched; one
             function, or several.
         show: whether to draw a bar (on a terminal) or print lines (elsewhere).
         owner: the lock of ``directory``; checked before every write, and named in every line.
-        speed: what the step does, once it is planned.
+        speed: returns the predicted speed of the step, once it is planned.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Meter:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[Meter]:
-        """Draw the bar; drop lines of the file that are of steps which are made again."""
+        """Draw the bar; drop the lines of the file whose steps are made again."""
         if self.path is not None and self.evaluations is not None:
             rows = [m for m in self._keep(self.path) if _number(m.get("loss"))]
             if rows:
@@ -107,14 +107,14 @@ class Meter:
             yield self
 
     def add(self, step: int, metrics: Any, state: Any) -> None:
-        """Note the metrics of a step, a pytree of scalars; waits for nothing. Those that are arrays
-        of the state too are copied: the next step may take the state's memory."""
+        """Record the metrics of a step, a pytree of scalars; waits for nothing. Metrics that are
+        also arrays of the state are copied: the next step may take the state's memory."""
         held = {id(x) for x in jax.tree_util.tree_leaves(state)}
         copied = jax.tree.map(lambda x: jnp.copy(x) if id(x) in held else x, metrics)
         self._pending.append((step, copied))
 
     def flush(self, state: Any) -> None:
-        """Fetch what was noted, write and show it.
+        """Fetch, write and show the recorded metrics.
 
         Raises:
             NotFiniteError: some metric of some step is NaN or infinite.
@@ -151,8 +151,8 @@ class Meter:
             self._append(self.path, lines)
 
     def _append(self, path: Path, lines: list[tuple[int, dict[str, float]]]) -> None:
-        """Opened before the check: whoever takes over puts another file in place of this one, so
-        that nothing written after the check is in it."""
+        """Append lines. The file is opened before the check: a new owner replaces the file by
+        another one, which then has nothing that is written after the check."""
         with open(path, "a", encoding="utf-8") as file:
             owner = "" if self.owner is None else str(self.owner.me)
             if self.owner is not None:
@@ -160,8 +160,8 @@ class Meter:
             file.write("".join(_line(s, m, owner) for s, m in lines))
 
     def _keep(self, path: Path) -> list[dict[str, Any]]:
-        """Drop the lines of steps that are made again. An earlier owner's unfinished file goes
-        first, so that it can't put it in place."""
+        """Drop the lines of steps that are made again. Removes an earlier owner's unfinished file
+        first, so that it can't replace the metrics file."""
         for other in path.parent.glob(f"{path.stem}.*.tmp"):
             other.unlink(missing_ok=True)
         if self.owner is None:
@@ -196,8 +196,9 @@ class Meter:
             print(f"step {step}/{self.steps}  {note}", flush=True)
 
     def summary(self) -> dict[str, float]:
-        """Step times and memory of the run: quantiles over the log intervals, of each the mean, but
-        for the first, in which the step is compiled; empty before a second one."""
+        """Step times and memory of the run: quantiles over log intervals, each counted by the mean
+        of its steps, without the first, in which the step is compiled; empty before the second
+        interval."""
         if len(self._step_s) < 2:
             return {}
         times = np.asarray(self._step_s[1:])
@@ -214,7 +215,7 @@ class Meter:
         return scalars
 
     def conclude(self) -> dict[str, float]:
-        """The summary, printed where the run is shown."""
+        """The summary, which is also printed if the run is shown."""
         scalars = self.summary()
         if self.show and scalars:
             median, p90, most = (scalars[f"step_s/{name}"] for name in ("median", "p90", "max"))
@@ -228,8 +229,8 @@ class Meter:
         return scalars
 
     def _look(self, lines: list[tuple[int, dict[str, float]]]) -> None:
-        """Warn, in process 0 and once each, of metrics that are not finite, and of a loss that had
-        fallen and is by as much above where it began."""
+        """Warn, in process 0 and once each, of metrics that are not finite, and when the loss rises
+        above its start by as much as it had fallen."""
         if jax.process_index():
             return
         for step, metrics in lines:
@@ -257,7 +258,7 @@ class Meter:
 
 
 def _guarded(metrics: Mapping[str, float]) -> list[str]:
-    """What must be finite: the loss, and if none is called so, all."""
+    """The metrics that must be finite: those called loss or, if there are none, all."""
     losses = [name for name in metrics if name.rpartition("/")[2] == "loss"]
     return losses or list(metrics)
 
@@ -267,19 +268,19 @@ def _number(x: Any) -> bool:
 
 
 def _line(step: int, metrics: Mapping[str, float], owner: str) -> str:
-    """One line of JSON, which knows no NaN: null stands for it."""
+    """One line of JSON; null stands for NaN and infinity, which JSON lacks."""
     fields = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
     return json.dumps({"step": step, **({"owner": owner} if owner else {}), **fields}) + "\n"
 
 
 def named_scalars(metrics: Any) -> dict[str, float]:
-    """A pytree of scalars as numbers by name; one alone is the loss.
+    """A pytree of scalars as numbers by name; a single one is the loss.
 
     >>> named_scalars((1.5, {"accuracy": np.float32(0.5)}))
     {'0': 1.5, '1/accuracy': 0.5}
 
     Raises:
-        RequestError: a leaf is no scalar, no real number, or has the name of another.
+        RequestError: a leaf is not a scalar, not a real number, or has the name of another.
     """
     scalars: dict[str, float] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(metrics):
@@ -297,7 +298,7 @@ def named_scalars(metrics: Any) -> dict[str, float]:
 
 
 def _where(state: Any, step: int) -> str:
-    """Which arrays of a state are not finite, in words."""
+    """Which arrays of a state are not finite, as text."""
     leaves = [
         (jax.tree_util.keystr(path), leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(state)
@@ -317,8 +318,8 @@ def _where(state: Any, step: int) -> str:
 def _keep_until(
     path: Path, done: int, fresh: Path, check: Callable[[], None] = lambda: None
 ) -> list[dict[str, Any]]:
-    """Drop the lines of steps after ``done``, and return the others; the file is put in place
-    whole, by way of ``fresh``, after a check."""
+    """Drop the lines of steps after ``done``, and return the others; the file is replaced as a
+    whole, by ``fresh``, after a check."""
     if not path.exists():
         return []
     rows = []

@@ -1,4 +1,4 @@
-"""How fast a run is beside its plan: tokens or examples a second, model flop utilization."""
+"""Speed of a run beside its plan: tokens or examples per second, model FLOP utilization."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from planner.compare.offers_text import rate_text
 
 @dataclass(frozen=True)
 class Speed:
-    """What a step does, and what its plan predicts.
+    """The work of a step, and the predictions of its plan.
 
     Attributes:
         unit: "tokens", "examples" or "".
-        units: of a step.
-        predicted_s: seconds of a step.
-        ideal_s: seconds of its products at the devices' peak; 0 where that is not known, or not the
-            model's (the plan computes some of them again).
-        peak_bytes: predicted, of a device.
+        units: number of units in a step.
+        predicted_s: predicted seconds of a step.
+        ideal_s: seconds of its matrix products at the devices' peak; 0 if that is unknown, or not
+            the model's (the plan computes some products again).
+        peak_bytes: predicted peak memory of a device.
     """
 
     unit: str
@@ -34,7 +34,7 @@ class Speed:
     peak_bytes: float = 0.0
 
     def scalars(self, steps_per_s: float) -> dict[str, float]:
-        """The same as ``text``, as metrics by name."""
+        """Throughput and MFU at a measured speed, as metrics by name."""
         scalars = {}
         if self.unit:
             scalars[f"speed/{self.unit}_per_s"] = self.units * steps_per_s
@@ -43,7 +43,7 @@ class Speed:
         return scalars
 
     def text(self, steps_per_s: float) -> str:
-        """What a log line says at a measured speed."""
+        """The part of a log line about a measured speed."""
         parts = []
         if self.unit and steps_per_s > 0:
             parts.append(f"{rate_text(self.units * steps_per_s)} {self.unit}/s")
@@ -54,8 +54,7 @@ class Speed:
 
 
 def speed_of(step: Any) -> Speed | None:
-    """The speed that a planned step is to have; None before it is planned, and for other
-    functions."""
+    """The predicted speed of a planned step; None before it is planned, and for other functions."""
     if isinstance(step, Parallelized):
         step = step.compiled if step.is_planned else None
     compiled = getattr(step, "compiled", step)  # of ``compile_plan``
@@ -77,7 +76,7 @@ def speed_of(step: Any) -> Speed | None:
 
 
 def peak_memory() -> float:
-    """The most bytes that any device of this process has held since it began; 0 where the back end
+    """The most bytes that any device of this process has held since it began; 0 if the back end
     does not count them, as on CPU."""
     device_stats = [device.memory_stats() or {} for device in jax.local_devices()]
     return float(max((stats.get("peak_bytes_in_use", 0) for stats in device_stats), default=0))

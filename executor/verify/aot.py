@@ -1,4 +1,4 @@
-"""Compile ahead of time: the production compilers, without their devices in the machine.
+"""Ahead-of-time compilation: the production compilers, without their devices in the machine.
 
 TPU: libtpu's compiler and its description of a slice (``jax.experimental.topologies``). GPU: the
 compiler in jax's CUDA plugin and our description of the GPU (`executor.verify.gpu_targets`). Both
@@ -35,14 +35,14 @@ from planner.plan.plan import Plan
 
 _TPU_NAMES = {"v4": "v4", "v5e": "v5e", "v5p": "v5p", "v6e": "v6e", "tpu7x": "tpu7x"}
 _TPU_ENVIRONMENT = {
-    "TPU_SKIP_MDS_QUERY": "1",  # no metadata server is asked what machine this is
+    "TPU_SKIP_MDS_QUERY": "1",  # do not query a metadata server for the machine type
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",  # no device is opened, so none needs a lock
 }
 
 
-# TensorCore clock. Sources: peak bfloat16 flop/s of Google Cloud's TPU pages over the flops of the
-# matrix units in a cycle (jax-ml scaling book, "How to Think About TPUs": four 128x128 a core, two
-# cores on v4 and v5p; v6e four of 256x256, and as many in each half of a tpu7x).
+# TensorCore clock. Sources: peak bfloat16 flop/s of Google Cloud's TPU pages, divided by the flops
+# of the matrix units per cycle (jax-ml scaling book, "How to Think About TPUs": four 128x128 per
+# core, two cores on v4 and v5p; four 256x256 on v6e, and four in each half of a tpu7x).
 TPU_CLOCK_HZ = {"v4": 1.05e9, "v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9, "tpu7x": 2.2e9}
 
 
@@ -52,11 +52,11 @@ class CompilerAbsentError(RequestError):
 
 @dataclass(frozen=True)
 class Compiled:
-    """A step as the compiler left it; bytes are of one device.
+    """A compiled step; bytes are those of one device.
 
     ``argument_bytes`` and ``output_bytes`` are the step's arguments and results, ``alias_bytes``
-    what results take over from donated arguments, ``temp_bytes`` everything else, ``code_bytes``
-    the program, ``moment_bytes`` the compiler's own count of what is alive at once
+    the memory that results take over from donated arguments, ``temp_bytes`` everything else,
+    ``code_bytes`` the program, ``moment_bytes`` the compiler's own count of what is alive at once
     (``peak_memory_in_bytes``). ``host_argument_bytes`` and ``host_temp_bytes`` lie in the host's
     memory; the others count device memory alone.
     """
@@ -79,12 +79,13 @@ class Compiled:
 
     @property
     def peak_bytes(self) -> int:
-        """What the step needs on a device, as a plan's ``prediction.peak_bytes`` predicts it.
+        """The memory that the step needs on a device, as a plan's ``prediction.peak_bytes``
+        predicts it.
 
-        On GPU and CPU the allocated bytes. ``temp_bytes`` of XLA:TPU are up to 1.3 times what its
-        buffer assignment allots and what it compares with the device's memory
-        (docs/explanation/memory.md), ``moment_bytes`` at times twice that where results take the
-        place of arguments; the lesser is at most 7 % below it.
+        On GPU and CPU, these are the allocated bytes. On XLA:TPU, ``temp_bytes`` are up to 1.3
+        times what its buffer assignment allots and what it compares with the device's memory
+        (docs/explanation/memory.md), and ``moment_bytes`` at times twice that where results take
+        the place of arguments; the smaller of the two is at most 7 % below it.
         """
         if not self.module.cycles or not self.moment_bytes:
             return self.allocated_bytes
@@ -103,13 +104,13 @@ def compile_step(
     Args:
         traced: the step, as ``planner.graph.trace.trace`` returns it.
         plan: its plan.
-        cluster: whose compiler and devices; `devices_of` says which are known.
+        cluster: the cluster whose compiler and devices to use; `devices_of` says which are known.
         donate_argnums: as for ``jax.jit``.
 
     Raises:
         CompilerAbsentError: the compiler's package is not installed.
         RequestError: the cluster's devices can't be described, or the compiler refused the step
-            (out of memory, for one); its own words are in the text.
+            (such as out of memory); the text has the compiler's message.
     """
     step = CompiledStep(traced, plan, donate_argnums=donate_argnums, devices=devices_of(cluster))
     shapes = [compat.as_struct(aval) for aval in traced.jaxpr.in_avals]
@@ -121,7 +122,7 @@ def compile_function(jitted: Any, args: Sequence[Any], cluster: Cluster) -> Comp
     """Compile a jitted function of ShapeDtypeStructs with shardings on ``devices_of(cluster)``.
 
     Raises:
-        RequestError: the compiler refused it; its own words are in the text.
+        RequestError: the compiler refused it; the text has the compiler's message.
     """
     with _quiet():
         try:
@@ -134,7 +135,7 @@ def compile_function(jitted: Any, args: Sequence[Any], cluster: Cluster) -> Comp
 
 
 def read_compiled(compiled: Any) -> Compiled:
-    """What a ``jax.stages.Compiled`` says of itself; ``temp_bytes`` and so on are of one device."""
+    """The text and memory sizes of a ``jax.stages.Compiled``; sizes are those of one device."""
     text, memory = compiled.as_text(), compiled.memory_analysis()
     return Compiled(
         module=read_module(text),
@@ -158,10 +159,10 @@ def tpu_seconds(cycles: float, cluster: Cluster) -> float:
 def link_seconds(module: Module, cluster: Cluster, *, exposed: bool = False) -> float:
     """Wire bytes of a module over the links of a torus, without latency.
 
-    A group uses one link, one way, per torus dimension in which its members differ, two where it
-    spans a dimension that wraps around (``cluster.wrap_multiple``); a permute uses one. A
-    group that spans slices uses the network. ``exposed``: without the compute between the start and
-    the end of each.
+    A group uses one link in one direction per torus dimension in which its members differ, and two
+    where it spans a dimension that wraps around (``cluster.wrap_multiple``); a permute uses one. A
+    group that spans slices uses the network. ``exposed``: subtract the compute between the start
+    and the end of each collective.
     """
     seconds = 0.0
     for collective in module.collectives:
@@ -188,14 +189,15 @@ def link_seconds(module: Module, cluster: Cluster, *, exposed: bool = False) -> 
 def devices_of(cluster: Cluster) -> list[Any]:
     """jax devices of a cluster that a step can be compiled for, in the cost model's numbering.
 
-    Devices of TPUs and GPUs are descriptions: nothing can run on them. Number i of a torus stands
-    at the coordinates that i has in row-major order over ``cluster.shape``, slice after slice;
-    number i of GPU nodes stands in node i // devices per node. ``cpu`` gives the (virtual) CPU
-    devices of the process.
+    Devices of TPUs and GPUs are descriptions: nothing can run on them. Device i of a torus is at
+    the coordinates that i has in row-major order over ``cluster.shape``, slice after slice; device
+    i of GPU nodes is in node i // devices per node. ``cpu`` gives the (virtual) CPU devices of the
+    process.
 
     Raises:
         CompilerAbsentError: the compiler's package is not installed.
-        RequestError: an unknown kind, a shape the compiler does not know, or too few CPU devices.
+        RequestError: an unknown kind, a shape that the compiler does not support, or too few CPU
+            devices.
     """
     kind = cluster.device.kind
     if kind == "cpu":
@@ -303,7 +305,8 @@ def _is_for_this_jax(extra: str) -> bool:
 
 
 def _asked_by_jax(package: str) -> str:
-    """The version of a package that the installed jax names in its extras, such as ``0.0.42.*``."""
+    """The version of a package that the installed jax requires in its extras, such as
+    ``0.0.42.*``."""
     for text in metadata.requires("jax") or ():
         match = re.match(rf"{package}==([\w.*]+)", text)
         if match:
@@ -327,8 +330,8 @@ _quieted: list[tuple[int, Any]] = []  # stderr as it was, and the log; one entry
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep what native libraries write to stderr (their logs) off it. Several threads may be in it:
-    the first one in turns stderr away, the last one out turns it back."""
+    """Hide what native libraries write to stderr (their logs). Several threads may be in it: the
+    first one in redirects stderr, the last one out restores it."""
     with _quieting:
         if not _quieted:
             sys.stderr.flush()

@@ -1,8 +1,9 @@
-"""What XLA's GPU compiler must know of a device that is not there.
+"""Descriptions of GPUs for XLA's compiler, which needs them if the device is absent.
 
 Sizes of the streaming multiprocessors are NVIDIA's published ones: the architecture whitepapers
 (A100 2020, H100 2022; H200 and B200 datasheets) and the table of compute capabilities in the CUDA
-C++ Programming Guide, appendix "Compute Capabilities". Memory size and rate are the cluster's own.
+C++ Programming Guide, appendix "Compute Capabilities". Memory size and rate are those of the
+cluster.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from costmodels import Device
 class GpuTarget:
     """Fixed sizes of one GPU kind.
 
-    ``shared_memory_*`` and ``l2_bytes`` are bytes, ``clock_hz`` the boost clock, ``float_units``
-    float32 lanes of a multiprocessor; ``arch_specific`` whether code may use instructions of this
-    very architecture (sm_90a, sm_100a).
+    ``shared_memory_*`` and ``l2_bytes`` are bytes, ``clock_hz`` is the boost clock, ``float_units``
+    the float32 lanes of a multiprocessor, ``arch_specific`` whether code may use instructions of
+    exactly this architecture (sm_90a, sm_100a).
     """
 
     name: str
@@ -58,7 +59,7 @@ def target_config(device: Device) -> str:
     """The device as the text of a ``GpuTargetConfigProto`` of XLA.
 
     Raises:
-        KeyError: a kind that `GPU_TARGETS` lacks.
+        KeyError: `GPU_TARGETS` lacks the device kind.
     """
     gpu = GPU_TARGETS[device.kind]
     major, minor = gpu.capability

@@ -1,9 +1,10 @@
-"""The second rung: the collectives that Shardy itself puts into a step, without any device.
+"""The second rung: the collectives that Shardy inserts into a step, without any device.
 
-Stock jaxlib carries Shardy's passes (openxla.org/shardy): propagation, then explicit reshards
+Stock jaxlib contains Shardy's passes (openxla.org/shardy): propagation, then explicit reshards
 between every pair of operations that disagree, then each reshard as collectives. Run on a lowered
-step they leave every collective that the plan causes before the backend combines, splits or
-overlaps them. What is read back: kind, mesh axes, bytes per device, loops multiplied out.
+step, they leave every collective that the plan causes, before the backend combines, splits or
+overlaps them. This module reads their kind, mesh axes and bytes per device, with loops multiplied
+out.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from planner.graph.trace import Traced
 from planner.plan.plan import Plan
 
 PASSES = (
-    "func.func(chlo-legalize-to-stablehlo)",  # Shardy has no rule for chlo, as chlo.square
+    "func.func(chlo-legalize-to-stablehlo)",  # Shardy has no rule for chlo, such as chlo.square
     "sdy-propagation-pipeline",
     "func.func(sdy-insert-explicit-reshards{enable-full-version=true})",
     "func.func(sdy-reshard-to-collectives)",
@@ -52,7 +53,7 @@ class Found:
         count: how often it runs in a step, loops multiplied out.
         payload_bytes: per device: the gathered result (all_gather), the unreduced input
             (reduce_scatter), the tensor (all_reduce), the local shard (all_to_all, permute).
-        source: where in the program, as the compiler tells it.
+        source: its source line, as the compiler reports it.
     """
 
     kind: str
@@ -91,7 +92,7 @@ def shardy_collectives(lowered: Any) -> tuple[Found, ...]:
     with module.context:
         copy = module.operation.clone()
         passes = passmanager.PassManager.parse(f"builtin.module({','.join(PASSES)})")
-        passes.enable_verifier(False)  # after every pass: two thirds of the time
+        passes.enable_verifier(False)  # it runs after every pass and takes two thirds of the time
         passes.run(copy)
         reader = _Reader(copy)
         return tuple(reader.walk(reader.functions["main"], 1.0))
@@ -130,7 +131,7 @@ class _Reader:
             yield from self.walk(op, times)
 
     def found(self, op: Any, times: float) -> Found:
-        """One collective, its payload told by the sharding of its result."""
+        """One collective; its payload follows from the sharding of its result."""
         kind, place = KINDS[op.name]
         refs = _axis_refs(str(op.attributes[place])) if place else ()
         out_refs = _axis_refs(str(op.attributes["out_sharding"]).split("replicated=")[0])
@@ -162,7 +163,7 @@ def while_trip_count(op: Any) -> int | None:
 
 
 def _constant(value: Any, loop: Any = None) -> int | None:
-    """The number that a scalar value always is, if it is a constant."""
+    """The number that a scalar value always has, if it is a constant."""
     if isinstance(value, ir.BlockArgument):
         argument: Any = ir.BlockArgument(value)
         inside = loop is not None and argument.owner == loop.regions[0].blocks[0]
@@ -175,7 +176,7 @@ def _constant(value: Any, loop: Any = None) -> int | None:
 
 
 def _axis_refs(text: str) -> tuple[tuple[str, int], ...]:
-    """(axis name, size of the part of it or 0 for all) of every axis named in an attribute."""
+    """(axis name, size of the sub-axis or 0 for the whole axis) of every axis in an attribute."""
     matches = re.findall(r'"([^"]+)"(?::\(\d+\)(\d+))?', text)
     return tuple((name, int(part or 0)) for name, part in matches)
 

@@ -1,9 +1,9 @@
 """A smaller batch: planned at a half, a quarter, ... until a plan fits.
 
-The batch is the first dimension of the arguments that are fed at every step.  Which
-values grow with it follows from the factor rules.  A size is passed over when their scaled bytes
-would not fit even with every array split over all devices.  At any other size the step is traced
-and planned again.  Where it can't be (its code may know the batch's size), there is an estimate.
+The batch is the first dimension of the arguments that are fed at every step. The factor rules
+determine which values grow with it. A size is skipped if its scaled bytes would not fit even with
+every array split over all devices. At any other size the step is traced and planned again. If that
+fails (its code may know the batch's size), the memory is estimated.
 """
 
 from __future__ import annotations
@@ -56,10 +56,11 @@ def growing(graph: Graph, rules: Sequence[FactorRule], leaves: Sequence[int]) ->
 
 
 def growth(graph: Graph, rules: Sequence[FactorRule], leaves: Sequence[int]) -> Mapping[int, int]:
-    """How many dimensions of each value grow with the first one of some arguments; those that grow.
+    """How many dimensions of each value grow with the first one of some arguments; only growing
+    values.
 
-    A dimension that shares a factor with one that grows does so, too.  Other arguments of
-    the state never do.
+    A dimension that shares a factor with one that grows also grows. Other arguments of the state
+    never grow.
     """
     scaling = {graph.inputs[k] for k in leaves}
     fixed = {v for pair in graph.next_values.items() if pair[0] not in scaling for v in pair}
@@ -92,7 +93,7 @@ def growth(graph: Graph, rules: Sequence[FactorRule], leaves: Sequence[int]) -> 
 
 def scaled_memory(priced: Priced, grows: Mapping[int, int], share: float) -> Priced:
     """The pricing with the memory of some values scaled, once for each dimension that grows; costs
-    stay as they are."""
+    stay the same."""
     analysis = priced.analysis
     buffers = tuple(
         dataclasses.replace(b, nbytes=b.nbytes * share ** grows[b.value]) if b.value in grows else b
@@ -109,12 +110,12 @@ def smaller_batch(
     retrace: Retrace,
     deadline: float,
 ) -> Relief | None:
-    """The largest power-of-two part of the batch at which a plan fits, each planned in turn.
+    """The largest power-of-two fraction of the batch at which a plan fits, each planned in turn.
 
     Args:
-        analysis: the whole step.
-        priced: the same on the mesh of the least peak.
-        pins, request: what was asked for.
+        analysis: the analysis of the whole step.
+        priced: its pricing on the mesh of the least peak.
+        pins, request: the user's pins and request.
         retrace: traces the step with other shapes.
         deadline: monotonic time after which no other size is planned.
     """
@@ -153,7 +154,8 @@ def smaller_batch(
 def _estimated(
     priced: Priced, grows: Mapping[int, int], size: int, first: int, request: Request
 ) -> Relief:
-    """The first part of the batch, from a cut on, at which a plan would fit; else the smallest."""
+    """The first fraction of the batch, from a cut on, at which a plan would fit; else the
+    smallest."""
     deadline = time.monotonic() + ESTIMATES_S
     note = "an estimate of the memory: the step can't be traced with a smaller batch"
     for cut in [k for k in range(first, size.bit_length()) if size % (1 << k) == 0]:

@@ -1,4 +1,4 @@
-"""Put the advice together."""
+"""Combines the advice for a step for which no plan fits."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from planner.spec import PLAIN, Recipe
 from planner.step.classes import Quotient
 
 ADVICE_S = 60.0
-"""Seconds after which nothing more is tried; what has begun goes on."""
+"""Seconds after which no further trial begins; a trial that has begun goes on."""
 WHOLE_SHARE = 0.01
-"""Share of the limit from which on an operation that holds its arrays whole is named."""
+"""Share of the limit from which an operation that holds its arrays whole is named."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,10 +33,11 @@ class Again:
     """Other forms of the step.
 
     Attributes:
-        retrace: with other shapes of its arguments.
-        offloaded: for another request about host memory.
-        recompute: with jax.checkpoint around its loop bodies and repeated blocks, what is left for
-            the backward pass in host memory or not; None where there are none. Also what it is.
+        retrace: the step with other shapes of its arguments.
+        offloaded: the step for another request about host memory.
+        recompute: the step with jax.checkpoint around its loop bodies and repeated blocks, with
+            what is left for the backward pass in host memory or not, and a text that says what is
+            recomputed; None if there are none.
     """
 
     retrace: Retrace
@@ -50,8 +51,8 @@ class Case:
 
     Attributes:
         quotient: the step.
-        pins: what was pinned.
-        request: what was asked for.
+        pins: the user's pins.
+        request: the user's request.
         least: the plan with the least peak.
         again: other forms of the step.
         recipe: how the step was rewritten.
@@ -66,7 +67,7 @@ class Case:
 
 
 def advise(case: Case) -> Shortage:
-    """What is missing, who holds it, and what would help."""
+    """How much memory is missing, what holds it, and what would help."""
     request, least, whole = case.request, case.least, case.quotient.whole
     extraction = Extraction(least.priced, least.memory.choice)
     moment = least.memory.peak_moment
@@ -112,8 +113,8 @@ def _reliefs(case: Case) -> Iterator[Relief]:
 
 
 def _computed_again(case: Case) -> Iterator[Relief]:
-    """Loop bodies and repeated blocks computed again; then what is left in host memory; where there
-    are none, an estimate of single activations."""
+    """Loop bodies and repeated blocks computed again; then also with what they keep in host memory.
+    If there are none, an estimate for single activations."""
     if case.recipe.remat != PLAIN.remat:
         return
     start = floor_of(case.quotient, case.pins, case.request).start_bytes

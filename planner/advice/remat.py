@@ -1,10 +1,10 @@
-"""Rematerialisation: what it would free at the peaks, and what the operations done again cost.
+"""Rematerialization: the memory that it would free at the peaks, and what the recomputation costs.
 
-An activation (a value that grows with the batch) that is idle at the peak, read before and again
-after it, can be dropped between and made again from what is in memory then.  At each peak, those
-that free most bytes for each second of work done again are dropped, until it fits or nothing idle
-is left.  An estimate: memory that is in use while operations are done again is not counted, nor is
-communication.
+An activation (a value that grows with the batch) that is idle at the peak, and read before and
+after it, can be dropped in between and recomputed from what is in memory then. At each peak, the
+activations that free the most bytes per second of recomputation are dropped, until the step fits or
+nothing idle is left. This is an estimate: memory that is in use during recomputation is not
+counted, nor is communication.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from planner.search.registry import FAST, SEARCHES
 from planner.space.buffer import Buffer, in_pool
 
 SEARCH_S = 3.0
-"""Seconds for a plan without what is dropped."""
+"""Seconds for the search for a plan without the dropped memory."""
 DROP_S = 10.0
-"""Seconds after which no further peak is looked at."""
+"""Seconds after which no further peak is processed."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Dropped:
 
 
 class _Recompute:
-    """Seconds of doing operations again under a choice."""
+    """Seconds of recomputing operations under a choice."""
 
     def __init__(self, extraction: Extraction) -> None:
         self.extraction, self.priced = extraction, extraction.priced
@@ -55,7 +55,7 @@ class _Recompute:
         self.known: dict[int, float] = {}
 
     def op_s(self, index: int) -> float:
-        """One operation on its local shards; a matrix product is a group of its own."""
+        """Seconds of one operation on its local shards; a matrix product forms its own group."""
         if index in self.known:
             return self.known[index]
         op = self.graph.ops[index]
@@ -79,7 +79,7 @@ class _Recompute:
         return seconds
 
     def chain(self, value: int, there: Set[int]) -> frozenset[int]:
-        """The operations that make a value from the values that are there."""
+        """The operations that compute a value from the available values."""
         ops, stack = set[int](), [value]
         while stack:
             maker = self.graph.values[stack.pop()].op
@@ -94,12 +94,12 @@ def remat(priced: Priced, least: LeastMemory, request: Request) -> Relief | None
     """Drop idle activations at the peaks until a plan fits, if that is possible.
 
     Args:
-        priced: the whole step.
+        priced: the pricing of the whole step.
         least: its plan with the least peak.
-        request: what was asked for.
+        request: the user's request.
 
     Returns:
-        What was reached, or None when no activation is idle at the peak.
+        The result, or None if no activation is idle at the peak.
     """
     extraction = Extraction(priced, least.choice)
     scalars = priced.analysis.scalar_bytes
@@ -117,7 +117,7 @@ def remat(priced: Priced, least: LeastMemory, request: Request) -> Relief | None
         return Relief(what, dropped.peak_bytes + scalars, math.inf, False, note)
     problem = cut_out(priced, dropped.taken).problem
     step_s, peak, _ = evaluate(problem, least.choice)
-    if request.mode == "AUTO_PARALLEL":  # what is cheap under the limit may be another choice now
+    if request.mode == "AUTO_PARALLEL":  # another choice may be the cheapest now
         solution = SEARCHES[FAST](problem, time_limit_s=SEARCH_S)
         if solution.feasible:
             step_s, peak = solution.cost_s, solution.peak_bytes
@@ -126,7 +126,7 @@ def remat(priced: Priced, least: LeastMemory, request: Request) -> Relief | None
 
 
 def cut_out(priced: Priced, dropped: Sequence[Dropped]) -> Priced:
-    """The pricing without the memory of what is dropped, while it is dropped."""
+    """The pricing without the memory of dropped activations, while they are dropped."""
     analysis, gone = priced.analysis, {d.buffer: d for d in dropped}
     out: list[Buffer] = []
     for k, b in enumerate(in_pool(analysis.buffers)):
@@ -141,9 +141,9 @@ def cut_out(priced: Priced, dropped: Sequence[Dropped]) -> Priced:
 
 @dataclass(frozen=True)
 class _State:
-    """What is dropped, the peak that is left, and the seconds of doing operations again.
+    """The dropped activations, the remaining peak, and the seconds of recomputation.
 
-    ``cut_short``: time ran out before all peaks were looked at.
+    ``cut_short``: time ran out before all peaks were processed.
     """
 
     taken: tuple[Dropped, ...]
@@ -170,7 +170,7 @@ class _Dropping:
         self.ops: frozenset[int] = frozenset()
 
     def until(self, limit: float) -> _State:
-        """Drop until no moment passes the limit, or a peak has nothing idle left."""
+        """Drop activations until no moment exceeds the limit, or a peak has nothing idle left."""
         deadline = time.monotonic() + DROP_S
         late = False
         while True:
@@ -181,7 +181,7 @@ class _Dropping:
                 break
             idle = self._idle(moment)
             if float(sum(self.sizes[gap.buffer] for gap in idle)) < excess:
-                # not even all of it suffices
+                # dropping all of them is not enough
                 self.taken.update({gap.buffer: gap for gap in idle})
                 peak -= float(sum(self.sizes[gap.buffer] for gap in idle))
                 break
@@ -210,7 +210,7 @@ class _Dropping:
         return [gap for gap in gaps if gap is not None]
 
     def _drop(self, idle: Sequence[Dropped], moment: int, excess: float) -> None:
-        """Drop as much as is in excess, what frees most for its price first."""
+        """Drop at least ``excess`` bytes, the most bytes per second of recomputation first."""
         there = {v for v, now in zip(self.values, self._kept(moment), strict=True) if now}
         there.update(self.extraction.graph.inputs)
         gone = {self.values[k] for k in self.taken}
@@ -223,7 +223,7 @@ class _Dropping:
         prices = {gap.buffer: price(gap)[0] for gap in idle}
         order = sorted(idle, key=lambda g: (prices[g.buffer] / self.sizes[g.buffer], g.buffer))
         for gap in order:
-            self.ops |= price(gap)[1]  # once more: what was dropped since is no longer there
+            self.ops |= price(gap)[1]  # again: what was dropped since is no longer available
             self.taken[gap.buffer] = gap
             gone.add(self.values[gap.buffer])
             excess -= float(self.sizes[gap.buffer])
@@ -238,9 +238,10 @@ class _Dropping:
 def _gap(
     buffer: int, value: int, extraction: Extraction, reads: Sequence[Sequence[int]], moment: int
 ) -> Dropped | None:
-    """From its last use before a moment to the next after it; None when in use, or no activation.
+    """The gap from a value's last use before a moment to the next after it; None if there is none.
 
-    Uses inside loops are left alone: their iterations share one place in the order.
+    There is none if the value is in use, or is not an activation. Values that are used inside loops
+    are excluded: the iterations share one place in the order.
     """
     graph = extraction.graph
     maker = graph.values[value].op
@@ -256,7 +257,7 @@ def _gap(
 
 
 def _where(extraction: Extraction, values: set[int]) -> str:
-    """The lines that most of them come from."""
+    """The source lines that most of the values' bytes come from, as text."""
     graph = extraction.graph
     lines: dict[str, int] = {}
     for value in values:

@@ -1,4 +1,4 @@
-"""More devices, or another mode: planned with the fast search, a few seconds at most."""
+"""More devices, or another mode: planned with the fast search in a few seconds at most."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MOST_DEVICES = 1 << 14
 
 
 def tried_out(quotient: Quotient, pins: Sequence[Pin], request: Request) -> Tried | None:
-    """The best plan of the fast search, or None when the pins can't hold."""
+    """The best plan of the fast search, or None if the pins can't be honored."""
     fast = dataclasses.replace(request, search=FAST, time_limit_s=TRIAL_S)
     try:
         led = lead_meshes(quotient, pins, fast, quick=True)
@@ -39,7 +39,7 @@ def tried_out(quotient: Quotient, pins: Sequence[Pin], request: Request) -> Trie
 
 
 def relief(what: str, analysis: Analysis, tried: Tried, note: str = "") -> Relief:
-    """A plan that was found, as a relief."""
+    """A plan of a trial, as a relief."""
     priced, solution = tried
     note = f"mesh {priced.mesh}" + (f"; {note}" if note else "")
     peak = solution.peak_bytes + analysis.scalar_bytes
@@ -47,7 +47,7 @@ def relief(what: str, analysis: Analysis, tried: Tried, note: str = "") -> Relie
 
 
 def more_devices(quotient: Quotient, pins: Sequence[Pin], request: Request) -> Relief | None:
-    """The least multiple by a power of two of the nodes on which a plan fits."""
+    """The smallest power-of-two multiple of the nodes on which a plan fits."""
     if request.mode == "STAND_ALONE":
         return None
     deadline = time.monotonic() + DEVICES_S
@@ -70,7 +70,7 @@ def more_devices(quotient: Quotient, pins: Sequence[Pin], request: Request) -> R
 
 
 def other_mode(quotient: Quotient, pins: Sequence[Pin], request: Request) -> Relief | None:
-    """AUTO_PARALLEL on the same devices, when another mode was asked for."""
+    """AUTO_PARALLEL on the same devices, if another mode (not STAND_ALONE) was requested."""
     if request.mode in ("AUTO_PARALLEL", "STAND_ALONE"):
         return None
     tried = tried_out(quotient, pins, dataclasses.replace(request, mode="AUTO_PARALLEL"))
@@ -80,7 +80,7 @@ def other_mode(quotient: Quotient, pins: Sequence[Pin], request: Request) -> Rel
 def host_memory(
     offloaded: Callable[[Request], Quotient], pins: Sequence[Pin], request: Request
 ) -> Relief | None:
-    """State in host memory, as the search likes it, unless that was asked for."""
+    """State in host memory, as the search chooses, unless that was requested."""
     if request.decided[OFFLOAD].auto:
         return None
     auto = dataclasses.replace(request, decided={**request.decided, OFFLOAD: Offload(auto=True)})
@@ -96,7 +96,8 @@ def host_memory(
 
 
 def grown(cluster: Cluster, times: int) -> Cluster:
-    """The cluster with so many times its nodes, or slices (one: its shortest sides doubled)."""
+    """The cluster with ``times`` times its nodes or slices (a single slice: its shortest sides
+    doubled)."""
     shape, slices = list(cluster.shape), cluster.slices
     if cluster.kind == "hierarchy":
         shape[1] *= times

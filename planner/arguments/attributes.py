@@ -1,5 +1,6 @@
-"""Attributes of static objects, such as the ``self`` of a trainer's method, that a step reads: a
-trace takes their values as constants, so they are compared when the step is called again."""
+"""Attributes of static objects that a step reads, such as those of the ``self`` of a trainer's
+method. A trace takes their values as constants, so they are compared when the step is called
+again."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from typing import Any
 import jax
 
 DEPTH = 3
-"""Objects within objects that are followed."""
+"""How many levels of objects within objects are followed."""
 _PLAIN = (bool, int, float, complex, str, bytes)
 _FUNCTIONS = (
     types.FunctionType,
@@ -24,8 +25,8 @@ _FUNCTIONS = (
 
 
 def names_read(function: Any, kind: type) -> frozenset[str]:
-    """Names of attributes that a function, the methods of a class that it calls, and the functions
-    of its module that it calls, may read."""
+    """Names of the attributes that may be read by a function, by the methods of a class that it
+    calls, and by the functions of its module that it calls."""
     function = getattr(function, "__func__", function)
     while isinstance(function, functools.partial):
         function = function.func
@@ -66,7 +67,7 @@ def _names(code: types.CodeType) -> Iterator[str]:
 def attributes(
     value: Any, names: frozenset[str] = frozenset(), depth: int = DEPTH
 ) -> Iterator[tuple[str, Any]]:
-    """(path, leaf) of an object's attributes: all of its own, and of objects among them those with
+    """(path, leaf) of all attributes of an object; of objects among these, only the attributes with
     these names."""
     if isinstance(value, _FUNCTIONS):
         return
@@ -81,7 +82,7 @@ def attributes(
 
 
 def root_of(path: str) -> str:
-    """The attribute of the object itself that a path begins with."""
+    """The attribute of the outermost object that a path begins with."""
     return path[1:].partition("[")[0].partition(".")[0]
 
 

@@ -1,15 +1,14 @@
-"""All meshes at once: what each can cost at least, and a first choice for each.
+"""All meshes at once: a lower bound on the cost of each, and a first choice for each.
 
-Meshes of one, two, three axes are families (``families``), taken in this order. Within a family
-the meshes with the least node costs come first, and every mesh that a bound puts out of the
-question is left alone from there on:
+Meshes of one, two, three axes are families (``planner.search.relax.family``), processed in this
+order. Within a family the meshes with the least node costs come first, and a mesh is pruned as soon
+as a lower bound allows it:
 
-* by ``node_bound`` alone, before its communication is looked at;
-* after any sweep of messages (``search.family.relax``).
+* by ``node_bound`` alone, before its communication is priced;
+* after any sweep of messages (``planner.search.relax.family.relax``).
 
-Out of the question is a mesh whose bound is not below the cheapest choice found, or, if that has
-fewer axes and puts all of them to work, not below it by more than the margin that another axis
-must pay.
+A mesh is pruned if its bound is not below the cheapest choice so far or, if that choice has fewer
+axes and uses all of them, not below it by more than the margin that another axis must pay.
 """
 
 from __future__ import annotations
@@ -29,20 +28,19 @@ from planner.spec import MeshSpec
 from planner.step.analysis import Analysis
 
 SWEEPS = 3
-"""Sweeps of messages over every mesh that is in question."""
+"""Sweeps of messages over every mesh that is not pruned."""
 DEEP = 24
-"""Sweeps over one mesh that leads."""
+"""Sweeps over a single leading mesh."""
 ENTRIES = 12_000_000
-"""Table entries (of 8 bytes) held at a time."""
+"""Table entries (of 8 bytes each) held at a time."""
 
 
 @dataclass(frozen=True, eq=False)
 class Scout:
-    """What is known of a mesh: no plan on it is cheaper than ``bound_s``.
+    """The lower bound and the choice of a mesh: no plan on it is cheaper than ``bound_s``.
 
     ``choice`` (one strategy per class, in ``priced.sets``) costs ``cost_s`` and takes
-    ``peak_bytes``; None where the bound put the mesh out of the question first (its ``priced``
-    has no sets then).
+    ``peak_bytes``; None if the bound pruned the mesh first (its ``priced`` then has no sets).
     """
 
     priced: Priced
@@ -54,11 +52,11 @@ class Scout:
 
 @dataclass(frozen=True, eq=False)
 class Field:
-    """What is scouted: a quotient, the meshes with the strategies that pins leave (a mask per
-    class where they take any), and the rules of the comparison.
+    """The input of ``scouted``: a quotient, the meshes with the strategies that pins allow (a mask
+    per class that pins restrict), and the rules of the comparison.
 
-    ``margin``: how many times cheaper a mesh with more axes must be. ``ideal_s``: no mesh can cost
-    less; once a choice is within the margin of it, meshes with more axes are not looked at.
+    ``margin``: how many times cheaper a mesh with more axes must be. ``ideal_s``: a lower bound for
+    all meshes; once a choice is within the margin of it, meshes with more axes are skipped.
     """
 
     analysis: Analysis
@@ -68,17 +66,17 @@ class Field:
     margin: float
     ideal_s: float
     known_s: float = math.inf
-    """Meshes that can't cost less are of no interest."""
+    """Meshes that can't cost less are pruned."""
     bounds_s: Mapping[MeshSpec, float] = field(default_factory=dict)
-    """What meshes cost at least, where that is known beforehand."""
+    """Lower bounds of meshes that are known beforehand."""
 
     def cheapest(self, scouts: Sequence[Scout]) -> float:
-        """The cheapest choice that fits."""
+        """The cost of the cheapest choice that fits."""
         return min((s.cost_s for s in self._fitting(scouts)), default=math.inf)
 
     def simpler(self, scouts: Sequence[Scout]) -> float:
-        """What a mesh with more axes must beat: the cheapest choice, or less than that by the
-        margin where the choice puts all axes of its mesh to work."""
+        """The cost that a mesh with more axes must beat: that of the cheapest choice, or less than
+        that by the margin if the choice uses all axes of its mesh."""
         fitting = [
             s for s in self._fitting(scouts) if s.cost_s <= self.margin * self.cheapest(scouts)
         ]
@@ -90,7 +88,8 @@ class Field:
 
 
 def scouted(field: Field, numbers: Sequence[int] = (1, 2, 3)) -> list[Scout]:
-    """Bound every mesh in question of these numbers of axes and find choices."""
+    """Compute bounds for all meshes with these numbers of axes, and choices for those not
+    pruned."""
     done: list[Scout] = []
     for axes in numbers:
         level = [m for m in field.meshes if m[0].num_axes == axes]
@@ -106,7 +105,7 @@ def scouted(field: Field, numbers: Sequence[int] = (1, 2, 3)) -> list[Scout]:
 
 
 def deepened(field: Field) -> Scout:
-    """What more messages tell of a single mesh (the only one of ``field``)."""
+    """The scout of a single mesh (the only one of ``field``) after more sweeps of messages."""
     (mesh, masks), *_ = field.meshes
     family = price_family(field.analysis, [mesh], field.model, [masks])
     return next(iter(_relaxed(field, family, math.inf, DEEP)))
@@ -115,7 +114,8 @@ def deepened(field: Field) -> Scout:
 def _family(
     field: Field, meshes: Sequence[tuple[MeshSpec, Mapping[int, Mask]]], simpler_s: float
 ) -> list[Scout]:
-    """Meshes of one number of axes; ``simpler_s``: what one with fewer axes makes them beat."""
+    """Scouts of meshes with one number of axes; ``simpler_s``: the cost that they must beat because
+    of meshes with fewer axes."""
     masks = [mask for _, mask in meshes]
     family = price_family(field.analysis, [mesh for mesh, _ in meshes], field.model, masks)
     least = node_bound(Family(family.unary, ()))
@@ -137,7 +137,7 @@ def _family(
 def _relaxed(
     field: Field, family: PricedFamily, enough_s: float, sweeps: int = SWEEPS
 ) -> Iterator[Scout]:
-    """Scouts of a family after passing messages."""
+    """Scouts of a family after message passing."""
     relaxed = relax(family.problems(), sweeps, enough_s)
     peaks = family.peaks(relaxed.choice, field.limit_bytes)
     for m, mesh in enumerate(family.meshes):
@@ -155,5 +155,5 @@ def _relaxed(
 
 
 def _bare(field: Field, mesh: MeshSpec) -> Priced:
-    """A mesh whose strategies are of no interest any more."""
+    """A mesh without its strategies, which are no longer needed."""
     return Priced(field.analysis, mesh, field.model, (), field.limit_bytes)

@@ -1,4 +1,4 @@
-"""Which logical mesh: try meshes, take the simplest that no other clearly beats."""
+"""Choice of the logical mesh: tries meshes and takes the simplest that no other clearly beats."""
 
 from __future__ import annotations
 
@@ -24,33 +24,34 @@ from planner.step.analysis import ideal_s
 from planner.step.classes import Quotient
 
 LEADERS = 4
-"""Meshes on which the requested search is run at most, after scouting."""
+"""Maximum number of meshes to run the requested search on, after scouting."""
 AUTO_S = 1.0
-"""Counted effort, in seconds, of the quick searches on the mesh that was picked, where more than
-their margin is open."""
+"""Counted effort of a quick search on one mesh, in seconds, where the optimality gap is above the
+search's margin."""
 SCOUTED = "message passing on all meshes, then single-variable moves"
-"""Reason of a choice after which no search ran on its mesh."""
+"""Reason given for a choice from scouting if no search ran on its mesh."""
 SAMPLE = 2
-"""Meshes on which the search has been before others are hoped to do no better against their bounds
-than these: what keeps one from its bound, such as the memory, mostly keeps all."""
+"""Number of searched meshes from which the ratio of cost to bound is assumed for the others: what
+keeps one mesh from its bound, such as the memory limit, mostly affects all of them."""
 WIDE = 0.1
-"""Gap after the longest search above which it runs on other meshes, too: where memory is tight,
-what the quick searches find does not tell which mesh is best."""
+"""Optimality gap after the longest search above which it runs on other meshes, too: where memory is
+tight, the results of the quick searches do not show which mesh is best."""
 LONGEST = 3
-"""Meshes on which the longest search runs at most."""
+"""Maximum number of meshes to run the longest search on."""
 FEW = 40
-"""Groups up to which the quick searches run on every leader: an elimination then takes moments."""
+"""Maximum number of groups for which the quick searches run on every leading mesh: an elimination
+is fast then."""
 FAILURES = 6
-"""Meshes that may fail for memory without counting as leaders."""
+"""Maximum number of meshes that exceed the memory limit without counting as leaders."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Led:
-    """What is known of every mesh before the longest search, which runs on one of them.
+    """State of every mesh before the longest search, which runs on one of them.
 
-    ``settled``: the meshes on which a search ran; ``done``: no longer search follows; ``deep``:
-    what more messages told of some meshes; ``bounds_s``: what each mesh costs at least where
-    memory is no matter, if all were bounded at once.
+    ``settled``: the meshes on which a search ran; ``done``: whether the longest search is not
+    needed; ``deep``: results of more message passing, by mesh; ``bounds_s``: lower bounds on the
+    cost of each mesh without a memory limit, if all meshes were bounded at once.
     """
 
     tried: tuple[Tried, ...]
@@ -69,9 +70,9 @@ def lead_meshes(
     quick: bool = False,
 ) -> Led:
     """Try meshes: all of them at once for a bound and a first choice each (``scouted``), then one
-    by one, quickly, where a bound leaves hope for more. ``whole``: on a single mesh also with equal
-    layers apart, where that may help. ``quick``: bounds are of no interest, and meshes that fail
-    for memory count as leaders."""
+    by one with a quick search, while a bound leaves room for improvement. ``whole``: a single mesh
+    is also searched with equal layers as separate decisions, where that may help. ``quick``: bounds
+    are not needed, and meshes that exceed the memory limit count as leaders."""
     meshes = candidate_meshes(request, pins)
     few = len(quotient.whole.groups.groups) <= FEW
     if len(meshes) == 1 and request.search in QUICK and not few:
@@ -101,7 +102,7 @@ def lead_meshes(
 
 
 def first_tries(quotient: Quotient, pins: Sequence[Pin], request: Request) -> list[Tried]:
-    """All meshes with a bound and a first choice each."""
+    """All meshes, each with a lower bound and a first choice."""
     meshes = candidate_meshes(request, pins)
     allowed = allowed_meshes(quotient, pins, request, meshes)
     if request.spreads or len(meshes) == 1 or not quotient.part.groups.groups:
@@ -112,7 +113,7 @@ def first_tries(quotient: Quotient, pins: Sequence[Pin], request: Request) -> li
 
 
 def tried_in_vain(quotient: Quotient, pins: Sequence[Pin], request: Request) -> tuple[Tried, ...]:
-    """All meshes as ``search_meshes`` has them, where no plan fits, however long one searches."""
+    """All meshes as ``search_meshes`` returns them, for a step that no plan fits in memory."""
     tried = first_tries(quotient, pins, request)
     best = choose(tried)
     if best[1].choice and not request.spreads:
@@ -121,8 +122,8 @@ def tried_in_vain(quotient: Quotient, pins: Sequence[Pin], request: Request) -> 
 
 
 def _lead_one(quotient: Quotient, pins: Sequence[Pin], request: Request, mesh: MeshSpec) -> Led:
-    """On a single mesh: quickly, and as long as the best of several gets where that leaves much
-    open. What does not fit is searched for longer then."""
+    """Search a single mesh quickly. If that leaves a wide gap or does not fit, also search it with
+    the effort for the best of several meshes. If that does not fit, a longer search follows."""
     quick = dataclasses.replace(request, effort_s=AUTO_S)
     trial = _settle(quotient, pins, dataclasses.replace(quick, search=FAST), mesh, whole=False)
     longer = not trial[1].feasible or trial[1].gap > SAME - 1
@@ -134,11 +135,11 @@ def _lead_one(quotient: Quotient, pins: Sequence[Pin], request: Request, mesh: M
 def search_meshes(
     quotient: Quotient, pins: Sequence[Pin], request: Request, led: Led | None = None
 ) -> tuple[Tried, ...]:
-    """The search that was requested, on the mesh that is best after ``lead_meshes`` (``led``, where
-    that is known).
+    """Run the requested search on the mesh that is best after ``lead_meshes`` (``led``, if its
+    result is known).
 
     Returns:
-        What is known of every mesh. One that its bound put out of the question has no choice.
+        The result for every mesh. A mesh that its bound pruned has no choice.
     """
     led = lead_meshes(quotient, pins, request) if led is None else led
     if led.done:
@@ -167,8 +168,8 @@ def search_meshes(
 def search_others(
     quotient: Quotient, pins: Sequence[Pin], request: Request, led: Led, tried: Sequence[Tried]
 ) -> tuple[Tried, ...]:
-    """What ``search_meshes`` found, and after it the longest search on more meshes (``LONGEST`` in
-    all) while much is open of the cheapest plan that fits (``WIDE``)."""
+    """The result of ``search_meshes``, then of the longest search on more meshes (``LONGEST`` in
+    all) while the optimality gap of the cheapest plan that fits is above ``WIDE``."""
     trials = list(tried)
     if led.done or request.search not in QUICK or request.spreads:
         return tuple(trials)
@@ -188,8 +189,8 @@ def _search_on(
     pins: Sequence[Pin],
     request: Request,
 ) -> None:
-    """Put what the search finds on the mesh of one of ``tried`` in its place, where it is better;
-    equal layers may differ where it does not fit."""
+    """Search the mesh of ``one``, an entry of ``tried``, and replace the entry if the result is
+    better. Equal layers may be sharded differently if ``one`` does not fit."""
     mesh = one[0].mesh
     known = one if mesh in led.settled else None
     trial = _settle(quotient, pins, request, mesh, whole=not one[1].feasible, known=known)
@@ -197,8 +198,9 @@ def _search_on(
 
 
 def _hopeful(tried: Sequence[Tried], searched: Set[MeshSpec]) -> Tried | None:
-    """The mesh to run the longest search on next, where much is open of the cheapest plan that
-    fits: of those that could be clearly cheaper, the one with the lowest bound."""
+    """The mesh to run the longest search on next: of those that could be clearly cheaper than the
+    best plan, the one with the lowest bound. None if the best plan does not fit, or its optimality
+    gap is at most ``WIDE``."""
     best = min(tried, key=rank)
     if not best[1].feasible or best[1].gap <= WIDE:
         return None
@@ -212,14 +214,14 @@ def _hopeful(tried: Sequence[Tried], searched: Set[MeshSpec]) -> Tried | None:
 
 
 def _with_moment(tried: Tried) -> Tried:
-    """The same with the moment of the peak, which scouts do not know."""
+    """The same with the moment of the peak, which scouting does not compute."""
     priced, solution = tried
     moment = evaluate(priced.problem, solution.choice)[2]
     return priced, dataclasses.replace(solution, peak_moment=moment)
 
 
 def _named(tried: Tried, request: Request) -> Tried:
-    """A proved answer of the fast search under the name of the search that was asked for."""
+    """A proved answer of the fast search under the name of the requested search."""
     priced, solution = tried
     if request.search not in QUICK or solution.search != FAST:
         return tried
@@ -232,7 +234,7 @@ def _named(tried: Tried, request: Request) -> Tried:
 
 
 def _better(trial: Tried, scout: Tried) -> Tried:
-    """What the search found, or what the scouts had where that is cheaper; the higher bound."""
+    """The search's solution, or the scouted one if that is cheaper, with the higher lower bound."""
     lower = max(trial[1].lower_bound_s, scout[1].lower_bound_s)
     if scout[1].feasible:
         problem, search, reason = scout[0].problem, scout[1].search, scout[1].reason
@@ -249,10 +251,10 @@ def _better(trial: Tried, scout: Tried) -> Tried:
 def allowed_meshes(
     quotient: Quotient, pins: Sequence[Pin], request: Request, meshes: Sequence[MeshSpec]
 ) -> list[tuple[MeshSpec, Mapping[int, Mask]]]:
-    """The meshes on which all pins hold, with what is left of their strategies.
+    """The meshes on which all pins hold, with masks of the strategies that remain.
 
     Raises:
-        PinError: there is none; the first mesh's reason.
+        PinError: the pins hold on no mesh; gives the first mesh's reason.
     """
     out: list[tuple[MeshSpec, Mapping[int, Mask]]] = []
     refused: list[PinError] = []
@@ -267,7 +269,7 @@ def allowed_meshes(
 
 
 def of_scout(scout: Scout, request: Request) -> Tried:
-    """A scouted mesh as one that was tried; without a choice it counts as infeasible."""
+    """A scouted mesh in the form of a tried one; without a choice it counts as infeasible."""
     scalars = scout.priced.analysis.scalar_bytes
     peak = scout.peak_bytes - scalars if scout.choice else math.inf
     feasible = scout.choice is not None and fits(peak, request.limit_bytes - scalars)
@@ -287,9 +289,9 @@ def of_scout(scout: Scout, request: Request) -> Tried:
 def _next(tried: Sequence[Tried], settled: Set[MeshSpec]) -> Tried | None:
     """The mesh to run the search on next; None when that can hardly change the pick.
 
-    A mesh is hoped to cost its bound until the search has been there. Once the search has found
-    plans on ``SAMPLE`` meshes, a mesh is hoped to cost its bound times the smallest ratio of cost
-    to bound that any plan has, and no more than its first choice, where that fits.
+    A mesh that was not searched is expected to cost its bound. Once the search has plans on
+    ``SAMPLE`` meshes, such a mesh is expected to cost its bound times the smallest ratio of cost to
+    bound of any plan, and at most as much as its first choice, if that fits.
     """
     known = [one[1] for one in tried if one[1].feasible and one[1].lower_bound_s > 0]
     over = min((s.cost_s / s.lower_bound_s for s in known), default=1.0)
@@ -316,8 +318,8 @@ def runners_up(
     best: Tried,
     tried: Sequence[Tried],
 ) -> list[Tried]:
-    """The best of the other meshes, one less than ``request.candidates``, the fastest first; those
-    that their bounds ruled out are solved now."""
+    """The best of the other meshes, at most ``request.candidates - 1``, fastest first. Meshes that
+    their bounds pruned are solved here."""
     others = sorted((t for t in tried if t is not best), key=lambda t: t[1].lower_bound_s)
     runners: list[Tried] = []
     for priced, solution in others:
@@ -332,7 +334,7 @@ def runners_up(
 
 
 def unfold(quotient: Quotient, tried: Tried) -> Tried:
-    """The pricing and the choice of the whole step."""
+    """The pricing and the choice for the whole step."""
     priced, solution = tried
     if priced.analysis is quotient.whole:
         return tried
@@ -353,10 +355,10 @@ def _settle(
     deep: dict[MeshSpec, Tried] | None = None,
     known: Tried | None = None,
 ) -> Tried:
-    """Run the requested search on one mesh: on the quotient, and, if ``whole``, on the whole step
-    where that leaves a gap to an exact search, or does not fit: equal layers may have to differ.
-    ``deep`` keeps what more messages tell; ``known``: what was found here, in place of the fast
-    search."""
+    """Run the requested search on one mesh: on the quotient and, if ``whole``, on the whole step if
+    a search other than the fast one leaves a gap, or nothing fits: equal layers may need different
+    shardings. ``deep`` collects results of more message passing; ``known``: an earlier result for
+    this mesh, used in place of the fast search."""
     name = FAST if request.search == PROPAGATION else request.search
     if name in WHOLE:
         return attempt(quotient, pins, request, mesh, name, whole=True)
@@ -381,7 +383,7 @@ def _settle(
 
 
 def _deeper(quotient: Quotient, pins: Sequence[Pin], request: Request, mesh: MeshSpec) -> Tried:
-    """What more messages find on one mesh."""
+    """The result of more message passing on one mesh."""
     masks = allowed_masks(quotient, pins, request, mesh)
     one = Field(quotient.part, request.model, [(mesh, masks)], request.limit_bytes, SAME, 0.0)
     return of_scout(deepened(one), request)

@@ -1,4 +1,4 @@
-"""A quick look at a step on all meshes: for comparing forms of it."""
+"""Quick cost estimates of a step over all meshes, for comparing forms of the step."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from planner.step.analysis import ideal_s
 from planner.step.classes import Quotient
 
 FIRST, LAST = (1, 2), (3,)
-"""Numbers of mesh axes that a quick look begins with, and those that it goes on to if no plan
+"""Numbers of mesh axes that an estimate starts with, and those that it continues with if no plan
 fits."""
 TIGHT = 1.2
-"""Cost over its bound from which on memory is what decides, and the mesh of the least peak is worth
-a look."""
+"""Ratio of cost to bound above which memory is the limiting factor, so that the mesh with the
+lowest peak is tried, too."""
 
 
 @dataclass(frozen=True)
 class Glance:
-    """What a quick look found.
+    """Result of a quick estimate.
 
     Attributes:
-        cost_s: of the best plan found; infinite where none fits or is of interest.
-        fits: whether it may be the cost alone that is too high.
-        bound_s: no plan on the meshes looked at costs less.
-        fill: peak of that plan, over the limit.
-        floor: memory that every plan takes, likewise.
+        cost_s: of the best plan; infinite if no plan fits or all of them cost too much.
+        fits: whether a plan fits, or may fit but costs too much.
+        bound_s: lower bound on the cost of any plan on the meshes that were tried.
+        fill: peak memory of the best plan as a fraction of the limit.
+        floor: memory that every plan needs, as a fraction of the limit.
     """
 
     cost_s: float
@@ -55,14 +55,14 @@ def scout_meshes(
     known_s: float = math.inf,
     bounds_s: Mapping[MeshSpec, float] = MappingProxyType({}),
 ) -> Glance:
-    """What a quick look finds, for comparing forms of a step: a fraction of the time of
-    ``search_meshes``, which may find something cheaper, on more mesh axes, or something that
-    fits after all.
+    """Estimate the cost of a step, for comparing forms of it. Takes a fraction of the time of
+    ``search_meshes``, which may find a cheaper plan, a plan on more mesh axes, or a plan that fits
+    where this finds none.
 
     Args:
         quotient, pins, request: as for ``search_meshes``.
-        known_s: what does not cost less is of no interest.
-        bounds_s: what meshes cost at least, where that is known beforehand (``free_bounds``).
+        known_s: plans that do not cost less are ignored.
+        bounds_s: lower bounds on the cost of meshes, if known beforehand (``free_bounds``).
 
     """
     floor = floor_of(quotient, pins, request).peak_bytes / request.limit_bytes
@@ -80,7 +80,7 @@ def scout_meshes(
     ideal = ideal_s(quotient.whole, request.model, request.cluster.num_devices)
     limit = request.limit_bytes
     field = Field(quotient.part, request.model, allowed, limit, SAME, ideal, known_s, bounds_s)
-    stage_axes = int(request.stages > 1)  # the axis of stages is in every mesh
+    stage_axes = int(request.stages > 1)  # every mesh has the stage axis
     for axes in (FIRST, LAST):
         tried = [of_scout(s, request) for s in scouted(field, tuple(k + stage_axes for k in axes))]
         candidates = [t for t in tried if t[1].choice]
@@ -107,12 +107,12 @@ def _fill(solution: Solution, request: Request) -> float:
 
 
 def _cheaper(a: Solution, b: Solution) -> Solution:
-    """The cheaper of two, of those that fit."""
+    """The cheaper of two solutions; one that fits comes before one that does not."""
     return min(a, b, key=lambda s: (not s.feasible, s.cost_s))
 
 
 def free_bounds(quotient: Quotient, pins: Sequence[Pin], request: Request) -> dict[MeshSpec, float]:
-    """What meshes that a quick look begins with cost at least where memory is no matter."""
+    """Lower bounds without a memory limit on the cost of meshes that an estimate starts with."""
     meshes = candidate_meshes(request, pins)
     if request.spreads or not quotient.part.groups.groups:
         return {}

@@ -1,5 +1,5 @@
-"""The simplest mesh that no other clearly beats, and how much of a mesh a choice puts to work: axes
-that do nothing, and devices' worth of work."""
+"""Choice of the simplest mesh that no other clearly beats, and how much of a mesh a plan uses: its
+idle axes, and its devices' worth of work."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from planner.step.analysis import Analysis, ideal_s
 from planner.step.feeding import fed_inputs
 
 LITTLE = 0.01
-"""Share of the work and of the stored bytes below which an axis that splits them does nothing."""
+"""Share of the work and of the stored bytes up to which an axis that splits them counts as idle."""
 BUSY = 0.9
-"""Share of the devices from which on a plan uses them all."""
+"""Devices' worth of work, as a share of the devices, from which on a plan counts as using all."""
 SAME = 1.03
 """Cost, relative to the best mesh's, up to which a simpler mesh is taken instead: a
 difference that the cost model can't resolve is no reason for another mesh axis."""
 LESS = 0.9
-"""Cost or memory, relative to another's, from which on one is clearly less."""
+"""Cost or memory, relative to another's, up to which it counts as clearly less."""
 MATTERS = 0.01
-"""Share of a device's memory that a second axis has to save."""
+"""Share of the memory limit that another mesh must save to count as clearly better in memory."""
 
 Tried = tuple[Priced, Solution]
 
@@ -66,8 +66,8 @@ def idle_axes(priced: Priced, choice: Sequence[int]) -> tuple[int, ...]:
 
 
 def devices_worth(priced: Priced, choice: Sequence[int]) -> float:
-    """Devices that would be enough if none repeated another's work: the flop of the step on one
-    device over the flop of each device under the choice."""
+    """Number of devices that would be enough if none repeated another's work: the flop of the step
+    on one device over the flop of each device under the choice."""
     analysis, sizes = priced.analysis, priced.mesh.sizes
     whole = local = 0.0
     for facts, chosen, row, amounts in zip(
@@ -107,7 +107,7 @@ def rank(tried: Tried) -> tuple[bool, float, int]:
 
 
 def choose(tried: Sequence[Tried]) -> Tried:
-    """The best mesh, or one within ``SAME`` of it that ``preferred`` takes instead."""
+    """The best mesh, or one within ``SAME`` of it that ``preferred`` selects instead."""
     best = min(tried, key=rank)
     if not best[1].feasible:
         return best
@@ -116,8 +116,10 @@ def choose(tried: Sequence[Tried]) -> Tried:
 
 
 def preferred(level: Sequence[tuple[Tried, float]]) -> Tried:
-    """Of meshes whose seconds the cost model can't tell apart: one that puts its devices to work,
-    that no other beats in time and clearly in memory, with the fewest axes and the longest first.
+    """The simplest of meshes whose costs differ by less than the cost model can resolve.
+
+    Of the meshes that use their devices and that no other beats in time and clearly in memory, this
+    is the one with the fewest axes, then with the longest first axis.
 
     Args:
         level: meshes with a choice, and their seconds.
@@ -144,7 +146,7 @@ def _simplicity(tried: Tried) -> tuple[int, list[int]]:
 
 
 def untried(analysis: Analysis, tried: Sequence[Tried], request: Request) -> tuple[str, ...]:
-    """A line when meshes were left out because none of them can be much better."""
+    """A note if other meshes were left out because none of them can be much faster."""
     ideal = ideal_s(analysis, request.model, request.cluster.num_devices)
     best = min(tried, key=rank)[1].cost_s
     if best <= 0 or (len(tried) == 1 and request.mesh is not None) or best > SAME * ideal:

@@ -1,9 +1,9 @@
-"""Which values a large product makes, and what is made of it: all that carry both its dimensions.
+"""Regions of large products: the operations on values that carry both dimensions of a product.
 
-The product of n rows and m columns is much larger than what it is made of. Its operation, and every
+The product of n rows and m columns is much larger than its operands. Its operation, and every
 operation that reads or makes a value with both dimensions (the scores, their mask, the softmax,
-their gradients), are a *region*; what enters and leaves it has one of the two dimensions or none.
-Which dimension of which operand is which is what factor rules say.
+their gradients), form a *region*. Values that enter or leave the region have at most one of the two
+dimensions. Factor rules map the dimensions of operands to those of results.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from planner.rules.key import EqnKey
 from planner.rules.registry import ELEMENTWISE, rules_for
 
 LARGE = 4.0
-"""Bytes of a product's result over those of its operands from which on it is looked at."""
+"""Bytes of a product's result over those of its operands from which on it counts as large."""
 SUMS = frozenset({"reduce_sum", "dot_general"})
 """Operations that reduce by adding."""
 REDUCTIONS = SUMS | {"reduce_max", "reduce_min", "reduce_prod", "argmax", "argmin"}
 MOVES = frozenset("broadcast_in_dim reshape squeeze expand_dims transpose iota".split())
 INDEXED = frozenset({"gather", "scatter-add"})
 FOLLOWED = ELEMENTWISE | REDUCTIONS | MOVES | INDEXED
-"""Operations that can be done for some of their rows."""
+"""Operations that can be computed for a subset of their rows."""
 
 Pair = tuple[int, int]
 """The dimensions of a value that are the rows and the columns of a product."""
@@ -35,11 +35,11 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A program with what is asked of it again and again.
+    """A program with its factor rules, makers and readers, computed once.
 
     Attributes:
         flat: the program.
-        rules: per call, its factor rule; None where it is not to be split.
+        rules: per call, its factor rule; None if the call can't be split.
         makers: per value, the call that makes it.
         readers: per value, the calls that read it.
         reads: per call, the values that it reads.
@@ -53,7 +53,7 @@ class Program:
 
     @staticmethod
     def of(flat: FlatJaxpr) -> Program:
-        """Look up the rules."""
+        """Look up the rules of a program."""
         at = [k for k, c in enumerate(flat.calls) if not c.made and c.kind in FOLLOWED]
         rules: list[FactorRule | None] = [None] * len(flat.calls)
         for k, rule in zip(at, rules_for([EqnKey.of(flat.calls[k].eqn) for k in at]), strict=True):
@@ -64,7 +64,7 @@ class Program:
 
     @functools.cached_property
     def _constants(self) -> dict[int, int]:
-        """Per value that follows from nothing, the first call that it takes to make it."""
+        """Per value that is computed from literals alone, the first call that it needs."""
         first_calls: dict[int, int] = {}
         for at, call in enumerate(self.flat.calls):
             if all(v in first_calls for v in self.reads[at]):
@@ -73,11 +73,11 @@ class Program:
         return first_calls
 
     def constant_from(self, value: int) -> int:
-        """The first call that it takes to make a value that follows from nothing; -1 for others."""
+        """The first call that a value computed from literals alone needs; -1 for other values."""
         return self._constants.get(value, -1)
 
     def sides(self, at: int) -> Iterator[tuple[int, tuple[tuple[int, ...], ...]]]:
-        """The operands and results of a call, those that are values, with their factors."""
+        """The operands (without literals) and results of a call, with their factors."""
         call, rule = self.flat.calls[at], self.rules[at]
         assert rule is not None
         for value, dims in zip(call.ins, rule.operands, strict=True):
@@ -93,14 +93,14 @@ class Program:
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """What belongs to a product.
+    """A product and the operations around it that share its dimensions.
 
     Attributes:
         seed: the product.
-        rows, columns: how many there are.
+        rows, columns: their numbers.
         both: the values that carry both dimensions.
         calls: the operations that touch one of these, and those between such operations.
-        row: per value that counts rows, the dimension that does.
+        row: per value with a row dimension, the index of that dimension.
     """
 
     seed: int
@@ -125,7 +125,7 @@ def large_products(flat: FlatJaxpr) -> list[int]:
 
 
 def regions_at(program: Program, seed: int) -> Iterator[Region]:
-    """The regions of a product: its left operand's dimension as rows, and its right one's."""
+    """The regions of a product: with its left operand's dimension as rows, and with its right's."""
     call, rule = program.flat.calls[seed], program.rules[seed]
     if rule is None:
         return
@@ -153,8 +153,8 @@ def regions_at(program: Program, seed: int) -> Iterator[Region]:
 
 
 def _spread(program: Program, seed: int, pair: Pair) -> tuple[dict[int, Pair], set[int]] | None:
-    """All values with both dimensions, and the operations that touch them; None where the two can't
-    be told apart."""
+    """All values with both dimensions, and the operations that touch them; None if the two
+    dimensions are ambiguous."""
     (start,) = program.flat.calls[seed].outs
     both: dict[int, Pair] = {start: pair}
     touched: set[int] = set()
@@ -181,8 +181,8 @@ def _spread(program: Program, seed: int, pair: Pair) -> tuple[dict[int, Pair], s
 
 
 def _factors(program: Program, at: int, value: int, pair: Pair) -> Pair | None:
-    """The factors that both dimensions of a value are for a call; None where it is none alone, or
-    must stay whole."""
+    """The factors of a call for the two dimensions of a value; None if either dimension is not a
+    single factor, or the rows must stay whole."""
     rule = program.rules[at]
     if rule is None:
         return None
@@ -196,7 +196,7 @@ def _factors(program: Program, at: int, value: int, pair: Pair) -> Pair | None:
 
 
 def _dimension(dims: Sequence[tuple[int, ...]], factor: int) -> int | None:
-    """Which dimension is a factor; None for none, -1 where it is a part of one."""
+    """The dimension that a factor stands for; None if there is none, -1 if it is a part of one."""
     for d, dim in enumerate(dims):
         if factor in dim:
             return d if len(dim) == 1 else -1
@@ -204,7 +204,7 @@ def _dimension(dims: Sequence[tuple[int, ...]], factor: int) -> int | None:
 
 
 def _rows(program: Program, calls: set[int], both: Mapping[int, Pair]) -> dict[int, int] | None:
-    """Per value, the dimension that counts rows; None where that can't be told."""
+    """Per value, its row dimension; None if that is ambiguous."""
     row = {v: pair[0] for v, pair in both.items()}
     while True:
         before = len(row)
@@ -217,7 +217,7 @@ def _rows(program: Program, calls: set[int], both: Mapping[int, Pair]) -> dict[i
                 if where is None and value not in row:
                     continue
                 if where is None or where < 0 or row.setdefault(value, where) != where:
-                    return None  # a part of a dimension, or one value by rows and whole
+                    return None  # a part of a dimension, or a value used by rows and whole
         if len(row) == before:
             return row
 
@@ -225,8 +225,8 @@ def _rows(program: Program, calls: set[int], both: Mapping[int, Pair]) -> dict[i
 def _closed(
     program: Program, touched: set[int], row: Mapping[int, int]
 ) -> tuple[frozenset[int], dict[int, int]]:
-    """With the operations of rows between them: those that read only what they make, and constants
-    (sums of rows on their way back)."""
+    """Add the row-wise operations between the touched ones: those that read only results of these
+    and constants, and that these read in turn (such as sums per row)."""
     flat = program.flat
     first, last = min(touched), max(touched)
     outputs = {v for at in touched for v in flat.calls[at].outs}
@@ -236,7 +236,7 @@ def _closed(
     open_ = [at for v in outputs for at in program.readers[v]]
     heapq.heapify(open_)
     before = first
-    while open_:  # in the order of the program
+    while open_:  # in program order
         at = heapq.heappop(open_)
         if not before < at < last or at in touched:
             continue
@@ -265,8 +265,8 @@ def _closed(
 
 
 def _by_rows(program: Program, at: int, row: Mapping[int, int]) -> dict[int, int] | None:
-    """The dimensions that count rows of all that an operation reads and makes; None where it does
-    more than each row for itself."""
+    """The row dimensions of the operands and results of an operation; None if it does not treat
+    each row separately."""
     rule = program.rules[at]
     factor = rows_factor(program, at, row) if rule is not None else None
     if rule is None or factor is None or factor in rule.replicated:
@@ -283,7 +283,7 @@ def _by_rows(program: Program, at: int, row: Mapping[int, int]) -> dict[int, int
 
 
 def rows_factor(program: Program, at: int, row: Mapping[int, int]) -> int | None:
-    """The factor of a call that counts rows."""
+    """The factor of a call that stands for rows."""
     for value, dims in program.sides(at):
         if value in row:
             return dims[row[value]][0] if len(dims[row[value]]) == 1 else None

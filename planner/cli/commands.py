@@ -1,4 +1,4 @@
-"""What the subcommands of ``planner`` share: their form, and the options that name a step to plan.
+"""Shared code of the subcommands of ``planner``: their type, and the options that name a step.
 
 A subcommand is a `Command`, listed in `planner.cli.table`.
 """
@@ -28,16 +28,16 @@ from planner.spec import parse_mesh
 
 DEFAULT_CLUSTER = "cpu:8"
 PLAIN_WIDTH = 80
-"""Columns of text that goes to no terminal, where ``COLUMNS`` is not set."""
+"""Width in columns of text that does not go to a terminal, if ``COLUMNS`` is not set."""
 
 
 @dataclass(frozen=True)
 class Command:
     """A subcommand.
 
-    ``add`` puts it into ``argparse``'s subparsers under ``name`` with a line of help; ``run`` does
-    it and returns the exit code, or raises RequestError or ModelError. ``takes_arguments``: words
-    after ``--`` are the model's, in ``options.arguments``.
+    ``add`` adds it to ``argparse``'s subparsers under ``name`` with a line of help; ``run`` runs it
+    and returns the exit code, or raises RequestError or ModelError. ``takes_arguments``: words
+    after ``--`` are arguments of the model, in ``options.arguments``.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Command:
 def add_model_options(
     parser: argparse.ArgumentParser, *, needed: bool = True, several: bool = False
 ) -> None:
-    """The arguments that name a step (``needed``: it must be named) and say how to plan it;
+    """Add the arguments that name a step (``needed``: it must be named) and say how to plan it;
     ``several``: on more than one cluster."""
     add_planning_options(parser, needed=needed)
     add = parser.add_argument
@@ -67,7 +67,7 @@ def add_model_options(
 
 
 def add_planning_options(parser: argparse.ArgumentParser, *, needed: bool = True) -> None:
-    """The same without the cluster."""
+    """Add the same arguments without the cluster."""
     add = parser.add_argument
     model: Any = add(
         "model",
@@ -89,7 +89,7 @@ def add_planning_options(parser: argparse.ArgumentParser, *, needed: bool = True
 
 
 def add_price_option(parser: argparse.ArgumentParser) -> None:
-    """The file of prices."""
+    """Add the option for a file of prices."""
     prices: Any = parser.add_argument(
         "--price",
         metavar="FILE",
@@ -103,7 +103,7 @@ def add_price_option(parser: argparse.ArgumentParser) -> None:
 def requested_call(
     target: Target, options: argparse.Namespace
 ) -> tuple[CapturedCall, dict[str, Any]]:
-    """The call of the step, and the options of ``make_plan``; the command line's win.
+    """The call of the step, and the options of ``make_plan``; the command line takes precedence.
 
     Call it within ``planner.frontend.loading.user_environment``.
 
@@ -116,14 +116,14 @@ def requested_call(
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Refuse what the command line alone shows to be wrong, before the user's code runs.
+    """Reject invalid options of the command line before the user's code runs.
 
     Raises:
         RequestError: as ``planner.request.parsed.parse_request``.
     """
     given = asked_options(options)
     if options.cluster is None and options.profile is None and "mesh" in given:
-        # its size is that of the cluster that the script asks for
+        # its size depends on the cluster, which the script sets
         parse_mesh(given.pop("mesh").replace("-1", "1"))
     parse_request(**given)
 
@@ -142,10 +142,10 @@ def asked_options(
 
 
 def asked_cluster(options: argparse.Namespace) -> str | None:
-    """The cluster text that ``--cluster`` and ``--profile`` ask for; None when neither is given.
+    """The cluster text that ``--cluster`` and ``--profile`` specify; None when neither is given.
 
     Raises:
-        RequestError: the profile can't be read, or is of another kind than the cluster.
+        RequestError: the profile can't be read, or its kind differs from the cluster's.
     """
     cluster: str | None = options.cluster
     if options.profile is None:
@@ -157,28 +157,28 @@ def asked_cluster(options: argparse.Namespace) -> str | None:
 
 
 MOST_DEVICES = 1024
-"""Virtual CPU devices that a model may see."""
+"""Maximum number of virtual CPU devices for a model."""
 
 
 def stay_on_cpu(cluster: str | None = None) -> None:
     """Keep jax from looking for accelerators: planning needs none. A model that builds a mesh of
-    ``jax.devices()`` sees virtual devices, the same number that the cluster has."""
+    ``jax.devices()`` sees one virtual device per device of the cluster."""
     if os.environ.setdefault("JAX_PLATFORMS", "cpu") != "cpu":
         return
     import jax
 
-    if not getattr(jax.config, "jax_platforms", None):  # read before it was set here
+    if not getattr(jax.config, "jax_platforms", None):  # jax read the variable before this call
         jax.config.update("jax_platforms", "cpu")
     if cluster is None or "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
         return
-    with contextlib.suppress(ClusterError, RuntimeError):  # said later; jax has started
+    with contextlib.suppress(ClusterError, RuntimeError):  # reported later; jax has started
         count = parse_cluster(cluster).num_devices
         if 1 < count <= MOST_DEVICES:
             jax.config.update("jax_num_cpu_devices", count)
 
 
 def print_parts(parts: Iterable[RenderableType], no_color: bool) -> None:
-    """Print a report: coloured and as wide as the window on a terminal, else plain and 80 columns
+    """Print a report: colored and as wide as the window on a terminal, else plain and 80 columns
     wide."""
     if sys.stdout.isatty():
         show(parts, Console(no_color=no_color or None))
@@ -187,6 +187,6 @@ def print_parts(parts: Iterable[RenderableType], no_color: bool) -> None:
 
 
 def plain_width(default: int) -> int:
-    """Columns of text that goes to no terminal: ``COLUMNS`` of the environment, if it is set."""
+    """Width of text that does not go to a terminal: ``COLUMNS`` of the environment, if set."""
     text = os.environ.get("COLUMNS", "")
     return min(max(int(text), 40), 1000) if text.isdecimal() else default

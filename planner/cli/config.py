@@ -1,9 +1,9 @@
-"""Options of the command from a file and from the environment.
+"""Options of the ``planner`` command from a file and from the environment.
 
 The file is the nearest ``meshwright.toml``, or ``pyproject.toml`` with a table
 ``[tool.meshwright]``, in the current directory or above it. Options at the top are for every
-subcommand that has them, those in a table such as ``[inspect]`` for that one. The environment may
-set them too, as ``MESHWRIGHT_CLUSTER``: that wins over the file, the command line over both. An
+subcommand that has them, those in a table such as ``[inspect]`` for that subcommand. Environment
+variables such as ``MESHWRIGHT_CLUSTER`` override the file, and the command line overrides both. An
 empty variable sets nothing.
 """
 
@@ -25,15 +25,15 @@ FILE, PROJECT, TABLE = "meshwright.toml", "pyproject.toml", "meshwright"
 PREFIX = "MESHWRIGHT_"
 MOST_BYTES = 1 << 20
 TRAIN = "train"
-"""A table that is no subcommand's: options of ``executor.train``."""
+"""A table that belongs to no subcommand: options of ``executor.train``."""
 SKIPPED = frozenset({"help", "version"})
 TAKEN = frozenset(
     "PROCESSES PROCESS COORDINATOR LOCAL RESTART RAY_JOB SECRET SECRET_FILE SECRET_ONCE CACHE "
     "VERIFY".split()
 )
-"""Variables of other meanings, without the prefix."""
+"""Variables with other meanings, without the prefix."""
 TAKEN_BY = ("PS_", "TRAIN_")
-"""Starts of such variables."""
+"""Prefixes of such variables."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,10 @@ class Setting:
 
 
 def find_config(start: Path) -> tuple[Path, Mapping[str, Any]] | None:
-    """The file of a directory, and its settings.
+    """The configuration file for a directory, and its settings; None if there is no file.
 
     Raises:
-        RequestError: it can't be read.
+        RequestError: the file can't be read.
     """
     for folder in (start, *start.parents):
         file = folder / FILE
@@ -70,17 +70,17 @@ def settings(
     config: tuple[Path, Mapping[str, Any]] | None,
     environ: Mapping[str, str],
 ) -> list[Setting]:
-    """What a file and the environment say about a subcommand, those that win last.
+    """Settings of a subcommand from a file and the environment, in order of rising precedence.
 
     Args:
         parser: of the subcommand.
         command: its name.
-        others: the options of all subcommands, by name.
+        others: returns the options of all subcommands, by subcommand.
         config: from ``find_config``.
         environ: of the process.
 
     Raises:
-        RequestError: an option is unknown, or a value is none of its kind.
+        RequestError: an option is unknown, or a value has the wrong type.
     """
     known = {a.dest: a for a in parser._actions if a.option_strings and a.dest not in SKIPPED}
     presets: list[Setting] = []
@@ -107,17 +107,17 @@ def settings(
 
 
 def variable(dest: str) -> str:
-    """The variable of an option."""
+    """The name of an option's environment variable."""
     return PREFIX + dest.removesuffix("_s").upper()
 
 
 def unknown_variables(
     environ: Mapping[str, str], others: Callable[[], Mapping[str, Sequence[str]]]
 ) -> list[str]:
-    """A line for each variable with our prefix that nothing reads.
+    """One line for each variable with our prefix that no option uses.
 
     Args:
-        environ, others: as for ``settings``; the options are looked up where a name is in doubt.
+        environ, others: as for ``settings``; ``others`` is called only if a name is in doubt.
     """
     names = [name.removeprefix(PREFIX) for name in environ]
     doubtful = [n for n in names if n not in TAKEN and not n.startswith(TAKEN_BY)]
@@ -133,7 +133,7 @@ def unknown_variables(
 
 
 def _check_other(key: str, value: Any, path: Path, others: Mapping[str, Sequence[str]]) -> None:
-    """Refuse what no subcommand knows."""
+    """Reject a key that is no option or table of any subcommand."""
     if isinstance(value, dict):
         check_table(key, path, list(others))
         return
@@ -143,7 +143,7 @@ def _check_other(key: str, value: Any, path: Path, others: Mapping[str, Sequence
 
 
 def check_table(key: str, path: Path, commands: Sequence[str]) -> None:
-    """Refuse a table that is neither ``train``'s nor a subcommand's; raises RequestError."""
+    """Reject a table that is neither ``train``'s nor a subcommand's; raises RequestError."""
     if key not in commands and key != TRAIN:
         raise RequestError(f"{path}: [{key}] is no subcommand{_near(key, [*commands, TRAIN])}")
 
@@ -154,7 +154,7 @@ def _near(word: str, known: Sequence[str]) -> str:
 
 
 def nearest(word: str, choices: Sequence[str]) -> str:
-    """What to say of the choice that a wrong one most likely stands for."""
+    """A hint that names the choice closest to a wrong one; empty if none is close."""
     if MODES[0] in choices:
         near = nearest_mode(word)
     else:
@@ -226,7 +226,7 @@ def config_text(
     presets: Sequence[Setting],
     named: Sequence[str],
 ) -> str:
-    """Every option with its value and where it comes from, a line each."""
+    """Every option with its value and its source, one per line."""
     sources = {s.dest: s.source for s in presets}
     rows = []
     for action in parser._actions:

@@ -1,6 +1,6 @@
-"""The ``planner`` command: what needs no devices, and what is added to it.
+"""The ``planner`` command: subcommands that need no devices, and others that are added to it.
 
-Each subcommand is a `planner.cli.commands.Command`, imported when it is the one that is asked for.
+Each subcommand is a `planner.cli.commands.Command`, imported only when needed.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None, extra: Sequence[Entry] = ()) -> int:
             return _refuse(error.__cause__)
         _report_failure(error, options.model)
         return MODEL_FAILED
-    except BrokenPipeError:  # the reader of our output has seen enough
+    except BrokenPipeError:  # the reader of our output closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
     except KeyboardInterrupt:
@@ -124,7 +124,7 @@ def version() -> str:
 
 
 def _parser(entries: Sequence[Entry], loaded: Mapping[str, Command]) -> argparse.ArgumentParser:
-    """The parser; of commands that are not loaded it knows the name and a line."""
+    """The parser. Commands that are not loaded have only their name and a line of help."""
     parser = Parser(
         prog="planner",
         description="Plan how a JAX train step runs on a cluster.",

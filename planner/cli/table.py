@@ -1,4 +1,4 @@
-"""The subcommands by name, without what they need: printing help imports none of it."""
+"""The subcommands by name, without their modules: printing help imports none of these."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Entry:
     where: str
 
     def load(self) -> Command:
-        """Import it."""
+        """Import the subcommand."""
         module, _, attribute = self.where.partition(":")
         command: Command = getattr(importlib.import_module(module), attribute)
         return command
@@ -59,7 +59,7 @@ PLANNER = (
     ),
     Entry("debug", "print what a stage of planning made", "planner.cli.steps.debug:DEBUG"),
 )
-"""Those that need no devices."""
+"""Subcommands that need no devices."""
 
 EXECUTOR = (
     Entry(
@@ -93,7 +93,7 @@ EXECUTOR = (
         "executor.cli.checkpoint:CHECKPOINT",
     ),
 )
-"""Those that need a compiler, devices or the executor."""
+"""Subcommands that need a compiler, devices or the executor."""
 
 EXAMPLES = """\
 examples:

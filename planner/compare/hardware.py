@@ -1,8 +1,8 @@
 """One step on several clusters, with several batches: time, throughput, utilization and dollars.
 
 Model flop utilization (MFU; Chowdhery et al. 2022, "PaLM", section 4.1) is the time that the
-products of the step as it is written would take at the peak of all devices, over the predicted
-time of a step. What a plan computes again does not count; what the step itself does again, does.
+products of the step as written would take at the peak of all devices, over the predicted step time.
+Rematerialization that a plan adds does not count; that of the step itself does.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ class Offer:
     """A step on a cluster with a batch.
 
     Attributes:
-        cluster: as it is written.
-        devices: how many.
-        examples: of the batch; 0 where the step has none.
-        tokens: of the batch; 0 where its rows are no sequences.
-        plan: None where there is none; ``refused`` says why.
+        cluster: as written.
+        devices: number of devices.
+        examples: number of examples of the batch; 0 if the step has no batch.
+        tokens: number of tokens of the batch; 0 if its rows are not sequences.
+        plan: None if there is no plan; ``refused`` says why.
         mfu: model flop utilization, 0 to 1.
-        price: of a device; None where it is not known.
+        price: of a device; None if it is not known.
         pareto: whether no other offer is better in throughput or dollars per unit, by more than
-            ``APART``, and as good in the other; where its price is missing, none on the same kind
-            of device, in device time.
+            ``APART``, and as good in the other. Without a price, offers on the same kind of device
+            are compared by device time instead of dollars.
     """
 
     cluster: str
@@ -91,7 +91,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class Offers:
-    """All of them, in the order of clusters and then batches; ``unit``: tokens, examples or
+    """All offers, in the order of clusters and then batches; ``unit``: tokens, examples or
     steps."""
 
     unit: str
@@ -135,7 +135,7 @@ def compare_hardware(
         function: the step.
         *args: its arguments, arrays or ShapeDtypeStructs.
         clusters: as for ``make_plan``.
-        batches: numbers of examples; none: that of the arguments. The step is traced again with
+        batches: numbers of examples; empty: that of the arguments. The step is traced again with
             the first dimension of the batch's arguments changed.
         prices: by kind of device (``costmodels.prices.load_prices``).
         progress: called with what is planned next.
@@ -143,7 +143,7 @@ def compare_hardware(
 
     Raises:
         RequestError: the step has no batch to change, a batch is no positive number, or the
-            request can't be met on any cluster; what does not fit has a place in the result.
+            request can't be met on any cluster. Offers that do not fit are part of the result.
         ModelError: the step can't be traced as it is.
     """
     bound = bind(
@@ -174,13 +174,13 @@ class Step:
     """The step with a batch.
 
     Attributes:
-        args: of these shapes.
+        args: its arguments, with these shapes.
         examples, tokens: see ``Offer``.
         flop: of its products, by dtype.
         batch: the shapes of the batch's arguments, by position.
-        nbytes: of all arguments.
-        refused: why it can't be traced so.
-        made: what plans of it have in common.
+        nbytes: bytes of all arguments.
+        refused: why it can't be traced with this batch.
+        made: a cache that its plans share.
     """
 
     args: tuple[Any, ...]
@@ -225,7 +225,7 @@ def _steps(
 
 
 def step_of(traced: Traced, args: tuple[Any, ...]) -> Step:
-    """What a traced step takes and does."""
+    """Batch, products and bytes of a traced step."""
     graph = traced.graph
     leaves = batch_leaves(graph)
     examples = graph.values[graph.inputs[leaves[0]]].shape[0] if leaves else 0
@@ -248,9 +248,9 @@ def offer(
 
     Args:
         function, step, cluster, prices, options: what to plan.
-        like: with a smaller batch on the same cluster. Where that took microbatches or
-            rematerialization to fit, the larger batch gets more of the same microbatches,
-            and no other recipe is looked at: of equal microbatches, the plan is the same.
+        like: an offer with a smaller batch on the same cluster. If that needed microbatches or
+            rematerialization to fit, the larger batch gets more microbatches of the same size,
+            and no other recipe is tried: equal microbatches have the same plan.
     """
     devices, kind = cluster.num_devices, cluster.device.kind
     price = prices.get(kind)
@@ -275,8 +275,8 @@ def _as_before(
     options: Mapping[str, Any],
     like: Offer | None,
 ) -> Plan | None:
-    """The plan with ``like``'s microbatches, times the ratio of the batches; None where
-    that needed no recipe, has stages, or can't be scaled."""
+    """The plan with ``like``'s number of microbatches times the ratio of the batches; None if
+    ``like`` needed no recipe, has stages, or can't be scaled."""
     if like is None or like.plan is None or like.plan.recipe == PLAIN:
         return None
     if any(options.get(name) not in (None, AUTO) for name in REWRITINGS):
@@ -308,11 +308,11 @@ def _line(error: Exception) -> str:
 
 
 def _marked(offers: Sequence[Offer]) -> list[Offer]:
-    """The offers, those marked that none beats in both throughput and dollars."""
+    """The offers, with ``pareto`` set for those that no other beats in throughput and dollars."""
 
     def beaten(one: Offer) -> bool:
         rivals = [o for o in offers if o.plan is not None and o is not one]
-        if one.price is None:  # devices instead of dollars
+        if one.price is None:  # device time instead of dollars
             rivals = [o for o in rivals if o.kind == one.kind]
             return any(
                 _better(o, one, o.devices / o.per_second, one.devices / one.per_second)
@@ -330,7 +330,7 @@ def _marked(offers: Sequence[Offer]) -> list[Offer]:
 def _tied(
     offers: Sequence[Offer], best: Offer | None, cost: Callable[[Offer], float]
 ) -> tuple[Offer, ...]:
-    """Those whose cost, which is in proportion to the step time, ties with that of the best: on the
+    """Offers whose cost, which is proportional to the step time, ties with that of the best: on the
     same cluster by its ratio, on different ones if the likely ranges overlap."""
 
     def likely(one: Offer) -> tuple[float, float]:
@@ -350,7 +350,7 @@ def _tied(
 
 
 def _better(a: Offer, b: Offer, cost_a: float, cost_b: float) -> bool:
-    """Whether a is as good as b in throughput and cost, and better in one by more than predictions
-    can tell apart."""
+    """Whether a is as good as b in throughput and cost, and better in one of them by more than
+    predictions can resolve."""
     good = a.per_second >= b.per_second and cost_a <= cost_b
     return good and (a.per_second > APART * b.per_second or APART * cost_a < cost_b)

@@ -1,7 +1,8 @@
-"""A step under the usual manual plans, beside the one that is chosen.
+"""A step under the usual manual plans, compared with the chosen plan.
 
-Every kind is planned, not imitated: what it is made of is required (mesh, batch, how the state is
-stored) and the search completes it as cheaply as it can, with the same prices for all.
+Every kind is planned, not imitated: its defining properties are required (mesh, sharding of the
+batch, sharding of the state), and the search completes them at the lowest cost. All kinds use the
+same cost model.
 """
 
 from __future__ import annotations
@@ -70,11 +71,11 @@ class Candidate:
 
     Attributes:
         name: such as ``"FSDP"`` or ``"tensor 4"``; the first is ``CHOSEN``.
-        what: the same in words.
-        plan: None when the step can't be run so; ``refused`` says why.
-        fits: whether ``plan`` keeps to the memory limit.
+        what: a description in words.
+        plan: None when the step can't run like this; ``refused`` says why.
+        fits: whether ``plan`` stays within the memory limit.
         refused: empty when there is a plan.
-        note: how far the plan is from what it is called; empty when it is just that.
+        note: how the plan differs from its name; empty when it does not.
     """
 
     name: str
@@ -86,7 +87,7 @@ class Candidate:
 
     @property
     def collectives(self) -> tuple[Collectives, ...]:
-        """What its devices say to each other, by kind, most expensive first."""
+        """The collectives of its plan by kind, most expensive first."""
         sums: dict[str, list[float]] = {}
         for row in self.plan.collectives if self.plan is not None else ():
             sums.setdefault(row.kind, [0.0, 0.0, 0.0])
@@ -98,7 +99,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The chosen plan and the others, in the order in which they are named in ``compare``."""
+    """The chosen plan and the others, in the order that ``compare`` lists them in."""
 
     cluster: str
     limit_bytes: float
@@ -121,16 +122,16 @@ def compare(
     progress: Callable[[str], None] = lambda name: None,
     **options: Unpack[Options],
 ) -> Comparison:
-    """Plan a step as asked, and under the usual manual plans.
+    """Plan a step as requested, and under the usual manual plans.
 
-    All of them are of the step under the recipe of the chosen plan without its stages: its
-    microbatches, and what it computes again. Where it computes something again, the chosen plan's
-    rivals are also the searched plans that compute all of each block again, and all but products.
+    All manual plans use the recipe of the chosen plan without its stages: its microbatches and its
+    rematerialization. If the chosen plan rematerializes, it is also compared with the searched
+    plans that rematerialize all of each block, and all of each block but products.
 
     The kinds are: data parallel; ZeRO-1; FSDP (ZeRO-3); tensor parallel over every degree that
     divides the devices, data parallel over the rest; the same with FSDP over the rest; and the
     second dimension of the batch split over every such degree (sequence). On two nodes or more
-    also 2, 4 and 8 pipeline stages by 1F1B, alone and with tensor parallelism inside of a node.
+    also 2, 4 and 8 pipeline stages by 1F1B, alone and with tensor parallelism inside a node.
 
     Args:
         function: the step.
@@ -141,8 +142,8 @@ def compare(
             others (mode, search, mesh, zero, shardings, ...) for the chosen plan alone.
 
     Raises:
-        ModelError, RequestError: as ``make_plan``, but for memory and pins: what does not fit, or
-            contradicts a mark, has a place in the result that says so.
+        ModelError, RequestError: as ``make_plan``, except for memory and pins: a plan that does not
+            fit, or contradicts a mark, is part of the result, with the reason.
     """
     given = given_options("compare", options)
     common: Any = {name: given[name] for name in ("memory", "time_limit_s") if name in given}
@@ -203,7 +204,7 @@ def _usual(
 
 
 STAGES = (2, 4, 8)
-"""Numbers of pipeline stages with rows of their own."""
+"""Numbers of pipeline stages to compare."""
 
 
 def _piped(
@@ -214,8 +215,8 @@ def _piped(
     cluster: str | Cluster,
     common: dict[str, Any],
 ) -> list[Candidate]:
-    """Stages by 1F1B, alone and with tensor parallelism inside of a node, data parallelism and
-    ZeRO-1 over the rest; one row without a plan where the step has no such stages."""
+    """Stages by 1F1B, alone and with tensor parallelism inside a node, data parallelism and ZeRO-1
+    over the rest; one row without a plan if the step can't be cut into these stages."""
     plain = parse_request(cluster, **common)
     devices = plain.cluster.num_devices
     if devices % stages:
@@ -269,7 +270,7 @@ def _reduced_once(
     rewriter: Rewriter, recipe: Recipe, data: int, donated: int | Sequence[int] | None
 ) -> _Step:
     """The step under a recipe; its gradients are reduced once per step over ``data`` devices, if
-    the batch can be cut so."""
+    the batch allows it."""
     if recipe.microbatches == 1:
         return _Step.under(rewriter, dataclasses.replace(recipe, replicas=1), donated)
     try:
@@ -292,7 +293,7 @@ class _Step:
         return _Step(function, rewriter.args, traced, donated)
 
     def planned(self, request: Request) -> Plan:
-        """The plan; of stages that are programs of their own, ``request`` is that of one stage."""
+        """The plan; if stages are separate programs, ``request`` is that of one stage."""
         begun, donated = time.perf_counter(), self.donate_argnums
         return plan_traced(
             self.traced, self.args, request, donated, begun, function=self.function
@@ -306,8 +307,8 @@ def _recipe(
     donate_argnums: int | Sequence[int] | None,
     given: dict[str, Any],
 ) -> Recipe:
-    """The recipe of the chosen plan; the plain one where nothing fits. Takes what was asked about
-    recipes out of ``given``."""
+    """The recipe of the chosen plan; the requested one, plain by default, if nothing fits. Removes
+    the options of recipes from ``given``."""
     rewritings = {name: given.pop(name) for name in REWRITINGS if name in given}
     try:
         plan = plan_step(
@@ -324,7 +325,7 @@ def _recipe_text(recipe: Recipe) -> str:
 
 
 def _candidate(step: _Step, name: str, what: str, request: Request) -> Candidate:
-    """Plan one kind; where it does not fit, as if there were memory enough."""
+    """Plan one kind; if it does not fit, without a memory limit."""
     request = dataclasses.replace(request, advice=False)
     try:
         return Candidate(name, what, step.planned(request), True)

@@ -1,4 +1,4 @@
-"""Gradients that a plan keeps apart from their updates, see ``planner.step.memory.updates``."""
+"""Gradients that a plan computes outside their updates, see ``planner.step.memory.updates``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from planner.step.memory.updates import gradients_in_updates
 
 
 class Chosen(Protocol):
-    """What is asked of a chosen plan; ``planner.plan.extract.Extraction`` has it."""
+    """Interface of a chosen plan; ``planner.plan.extract.Extraction`` implements it."""
 
     @property
     def priced(self) -> Priced:
@@ -42,13 +42,13 @@ class Chosen(Protocol):
 
 
 NARROW = 2
-"""Bytes of an element that a product reads."""
+"""Bytes of an element that a product reads (bfloat16)."""
 
 NOTHING: frozenset[int] = frozenset()
 
 
 def in_updates(plan: Chosen) -> frozenset[int]:
-    """Gradients that the compiler would make in the kernel of their update."""
+    """Gradients that the compiler would compute in the kernel of their update."""
     analysis = plan.priced.analysis
     if not analysis.scheduled.fused_operands:
         return NOTHING
@@ -59,7 +59,7 @@ def in_updates(plan: Chosen) -> frozenset[int]:
 
 
 def kept_apart(plan: Chosen) -> tuple[int, ...]:
-    """Products whose result the executor keeps apart from its update: neither operand, as the
+    """Products whose result the executor computes outside its update: neither operand, in the
     bfloat16 that products read, fits into the fast memory of a device."""
     analysis = plan.priced.analysis
     device, graph = analysis.scheduled.device, plan.graph

@@ -1,8 +1,8 @@
-"""A quotient on many meshes at once: the family of problems that ``search.family`` relaxes.
+"""A quotient on many meshes at once: the family of problems that ``search.relax.family`` relaxes.
 
-Meshes of one number of axes share their strategies (those that any of them has, see
+Meshes with the same number of axes share their strategies (those that any of them has, see
 ``joint_strategies``), the codes of their links and the transitions between those; only the tables
-of ``rates`` differ. So a mesh costs array entries, not Python.
+of ``rates`` differ. So another mesh adds array entries, not Python work.
 """
 
 from __future__ import annotations
@@ -43,7 +43,11 @@ class Frame:
 
 @dataclass(frozen=True, eq=False)
 class PricedFamily:
-    """``sets`` and ``has`` [meshes, strategies] per group, and the numbers."""
+    """A quotient priced on some meshes.
+
+    Per group: ``sets``, the joint strategies; ``has`` [meshes, strategies], which of them a mesh
+    has; ``unary`` [meshes, strategies], their costs.
+    """
 
     analysis: Analysis
     meshes: tuple[MeshSpec, ...]
@@ -54,7 +58,7 @@ class PricedFamily:
     frames: tuple[Frame, ...]
 
     def take(self, members: Sequence[int]) -> PricedFamily:
-        """The family of some of its meshes."""
+        """The family restricted to some of its meshes."""
         rows = np.asarray(members, np.int64)
         return PricedFamily(
             self.analysis,
@@ -71,7 +75,7 @@ class PricedFamily:
         return sum(f.pairs[0][1].size for f in self.frames)
 
     def problems(self) -> Family:
-        """The numbers with their edges (these take the memory)."""
+        """The costs of nodes and edges (the edges take most of the memory)."""
         edges = []
         for frame in self.frames:
             tables = [_seconds(self.analysis, self.rates, *pair) for pair in frame.pairs]
@@ -81,8 +85,8 @@ class PricedFamily:
         return Family(self.unary, tuple(edges))
 
     def peaks(self, choice: IntArray, limit_bytes: float) -> Array:
-        """[meshes] bytes at the peak under choices [meshes, groups]; where another pool than the
-        device's is fuller, the same share of the device's limit."""
+        """[meshes] bytes at the peak under choices [meshes, groups]. If a pool other than the
+        device's is fuller, its share of its limit is applied to the device's limit."""
         rows = np.arange(len(self.meshes))
         limits = pool_limits(self.analysis, self.rates.model, limit_bytes)
         peaks: Array = np.zeros(len(rows))
@@ -128,7 +132,7 @@ class PricedFamily:
         )
 
     def own_choice(self, member: int, choice: IntArray) -> tuple[int, ...]:
-        """A choice [groups] in terms of that pricing."""
+        """A choice [groups] as strategy numbers of the pricing that ``own`` returns."""
         return tuple(
             int(np.count_nonzero(has[member, :row]))
             for has, row in zip(self.has, choice.tolist(), strict=True)
@@ -141,7 +145,7 @@ def price_family(
     model: CostModel,
     allowed: Sequence[Mapping[int, Mask]],
 ) -> PricedFamily:
-    """Strategies and node costs of a quotient on meshes of one number of axes.
+    """Strategies and node costs of a quotient on meshes with the same number of axes.
 
     Args:
         analysis: the quotient.
@@ -207,7 +211,8 @@ def _seconds(analysis: Analysis, rates: Rates, link: GroupLink, pairs: IntArray)
 
 
 def _frames(analysis: Analysis, sets: Sequence[StrategySet]) -> tuple[Frame, ...]:
-    """One frame per bundle of links, its ends' strategies told apart only where links do."""
+    """One frame per bundle of links; strategies of an end that no link distinguishes share a
+    code."""
     bundled: dict[int, list[GroupLink]] = {}
     for link, bundle in zip(analysis.groups.links, analysis.bundles, strict=True):
         if bundle >= 0:

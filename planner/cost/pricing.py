@@ -2,11 +2,10 @@
 
 Seconds of a node: roofline time of the group's operations on their local shard, plus the
 all-reduces of reductions inside the group, plus (inputs) the all-gather from store to
-use, plus copies of state that is kept in host memory, plus what feeding the batch costs
-(``feeding``). Seconds of an edge: the resharding of
-the value that flows. Communication counts the share of its time that does not hide under
-compute (``rates.exposed``). Equal sub-problems share one
-array object, so a search can see that layers repeat.
+use, plus copies of state in host memory, plus the cost of feeding the batch (``feeding``).
+Seconds of an edge: the resharding of the value that flows. Communication counts the share
+of its time that does not hide under compute (``rates.exposed``). Equal sub-problems share
+one array object, so a search can see that layers repeat.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ Array = NDArray[np.float64]
 class Priced:
     """The legal strategies of every group on one mesh, and the Problem of choosing among them.
 
-    ``change_s``: surcharge in seconds for a change of layout (see ``price``); with ``free``, the
-    groups of parameters, gathers of these and scatters of gradients have none.
+    ``change_s``: surcharge in seconds for a change of layout (see ``price``); ``free``: groups of
+    parameters; if there are any, their gathers and the scatters of gradients have no surcharge.
     """
 
     analysis: Analysis
@@ -53,7 +52,7 @@ class Priced:
 
     @cached_property
     def problem(self) -> Problem:
-        """One node per group and one edge per linked pair; built when first asked for."""
+        """One node per group and one edge per linked pair; built on first access."""
         return _problem(self)
 
 
@@ -116,7 +115,7 @@ class Pricer:
         return self.cache[key][:-1]  # type: ignore[no-any-return]
 
     def decided_s(self, group: Group, chosen: StrategySet, row: int) -> dict[str, float]:
-        """Seconds of what else is decided for a group, by decision, under one strategy."""
+        """Seconds of the other decisions for a group, by decision, under one strategy."""
         if not self.analysis.facts[group.index].decided:
             return {}
         one = chosen.take(slice(row, row + 1))
@@ -124,7 +123,7 @@ class Pricer:
         return {name: float(seconds[0, 0]) for name, seconds in by_decision.items()}
 
     def feed_of(self, group: Group, chosen: StrategySet, row: int) -> float:
-        """What feeding the batch counts for under one strategy, in seconds."""
+        """Seconds that feeding the batch counts for under one strategy."""
         if not self.analysis.facts[group.index].fed:
             return 0.0
         one = chosen.take(slice(row, row + 1))
@@ -150,8 +149,8 @@ class Pricer:
         return self.cache[key_a][0], self.cache[key_b][0]
 
     def is_free(self, link: GroupLink) -> bool:
-        """Whether ZeRO-3 asks for this change of layout: a parameter is gathered where it is used,
-        a gradient is scattered to its update."""
+        """Whether ZeRO-3 requires this change of layout: a parameter is gathered for its use, or a
+        gradient is scattered for its update."""
         if not self.free:
             return False
         ops = self.analysis.graph.ops
@@ -205,7 +204,7 @@ class Pricer:
 
 
 def pool_limits(analysis: Analysis, model: CostModel, limit_bytes: float) -> dict[Memory, float]:
-    """What each pool of memory has for arrays that are not scalars, in bytes per device."""
+    """Bytes per device that each pool of memory has for arrays that are not scalars."""
     return {
         Memory.DEVICE: max(limit_bytes - analysis.scalar_bytes, 0.0),
         Memory.HOST: model.host_memory_limit_bytes,
@@ -229,7 +228,7 @@ def price(
         limit_bytes: memory per device.
         allowed: per group, a mask over its full strategy set (pins and modes).
         change_s: surcharge for every change of layout along a mesh axis that is not an
-            all-reduce; a large one makes any search spread the given shardings
+            all-reduce; a large one makes any search propagate the given shardings
             instead of looking for better ones.
 
     Returns:
@@ -242,7 +241,7 @@ def price(
 
 
 def _problem(priced: Priced) -> Problem:
-    """The numbers of ``priced``."""
+    """The Problem of ``priced``."""
     analysis, sets = priced.analysis, priced.sets
     pricer = Pricer(analysis, priced.mesh, priced.model, priced.change_s, priced.free)
     groups = analysis.groups.groups

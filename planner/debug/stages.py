@@ -1,7 +1,7 @@
-"""What planning does with the value of a stage: check it if asked, hand it out if asked.
+"""Checks the values of a planning stage, or returns them, on request.
 
-The door (`planner.planning`) calls `passed` wherever a stage ends. Without the environment variable
-and outside of `reached` that is one comparison.
+The entry point (`planner.planning`) calls `passed` at the end of every stage. Without the
+environment variable and outside of `reached`, that call only compares.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from planner.debug.stage import Stage
 from planner.errors import InternalError
 
 FLAG = "MESHWRIGHT_VERIFY"
-"""Environment variable; ``1``: every value is checked as soon as a stage has made it."""
+"""Environment variable; ``1``: the values of every stage are checked when the stage ends."""
 
 
 class _Reached(Exception):
-    """The stage that was asked for has made these values."""
+    """Raised at the end of the requested stage, with its values."""
 
     def __init__(self, values: tuple[Any, ...]) -> None:
         super().__init__()
@@ -30,10 +30,10 @@ _LAST: ContextVar[Stage | None] = ContextVar("last stage", default=None)
 
 
 def passed(stage: Stage, *values: Any) -> None:
-    """Note that a stage has made its values.
+    """Pass on the values of a stage that ended.
 
     Raises:
-        InternalError: under ``MESHWRIGHT_VERIFY=1``, an invariant that does not hold.
+        InternalError: an invariant does not hold (under ``MESHWRIGHT_VERIFY=1``).
     """
     if os.environ.get(FLAG) == "1":
         from planner.debug.check import CHECKS
@@ -44,14 +44,14 @@ def passed(stage: Stage, *values: Any) -> None:
 
 
 def reached(last: Stage, plan: Callable[[], object]) -> tuple[Any, ...]:
-    """Run a planning up to the end of a stage.
+    """Run the planning of a step up to the end of a stage.
 
     Args:
         last: the stage; what comes after it does not run.
         plan: plans a step, as ``planner.planning.plan_step`` does.
 
     Returns:
-        The values that the stage made.
+        The values of the stage.
 
     Raises:
         InternalError: ``plan`` returned before that.

@@ -1,4 +1,4 @@
-"""What a sharding was forced by: divisibility, operations that need a dimension whole, pins."""
+"""Causes of a sharding: divisibility, operations that need a dimension whole, pins."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from planner.request.state import StateRequest, state_masks
 from planner.space.strategies import MAX_STRATEGIES, strategies_of, usable_factors
 
 NAMED = 3
-"""Operations named as a reason."""
+"""Maximum number of operations to name as a reason."""
 
 
 def dimensions(plan: Extraction, value: int) -> tuple[Dimension, ...]:
-    """Every dimension of a value, and what may split it."""
+    """Every dimension of a value, and the mesh axes that may split it."""
     analysis, mesh = plan.priced.analysis, plan.priced.mesh
     home = analysis.groups.home[value]
     shape = plan.graph.values[value].shape
@@ -76,7 +76,7 @@ def _named(texts: Sequence[str]) -> str:
 
 
 def _blamed(plan: Extraction, group: int, factor: int) -> str:
-    """The operations of a group whose rule lets a factor not be split."""
+    """The operations of a group whose rules do not allow a factor to be split."""
     analysis = plan.priced.analysis
     texts = []
     for op in analysis.groups.groups[group].ops:
@@ -97,7 +97,7 @@ def _blamed(plan: Extraction, group: int, factor: int) -> str:
 
 
 def _whole_readers(plan: Extraction, value: int, dim: int) -> str:
-    """Operations that read a value with this dimension whole."""
+    """Operations that need this dimension of a value whole."""
     groups = plan.priced.analysis.groups
     texts = []
     for link in groups.links:
@@ -110,14 +110,14 @@ def _whole_readers(plan: Extraction, value: int, dim: int) -> str:
 
 
 def possible(plan: Extraction, group: int) -> int:
-    """Strategies that a group has before pins and modes take any."""
+    """Number of strategies that a group has before pins and modes remove any."""
     g = plan.priced.analysis.groups.groups[group]
     sizes = plan.priced.mesh.sizes
     return strategies_of(g, sizes).count
 
 
 def pinned_by(plan: Extraction, pins: Sequence[Pin], group: int) -> tuple[str, ...]:
-    """The pins that take strategies from a group, by what asked for them."""
+    """The origins of the pins that remove strategies from a group."""
     analysis, mesh = plan.priced.analysis, plan.priced.mesh
     out = []
     for pin in pins:
@@ -127,14 +127,14 @@ def pinned_by(plan: Extraction, pins: Sequence[Pin], group: int) -> tuple[str, .
         try:
             mask = pin_masks((pin,), analysis.graph, analysis.groups, mesh).get(group)
         except PinError:
-            continue  # a wish of the mode that yielded
+            continue  # a preference of the mode that does not hold
         if mask is not None and not np.all(mask):
             out.append(pin.origin)
     return tuple(dict.fromkeys(out))
 
 
 def asked_of_state(planned: Planned, group: int) -> tuple[str, ...]:
-    """The requests about the training state that take strategies from a group."""
+    """The requests about the training state that remove strategies from a group."""
     analysis, mesh = planned.extraction.priced.analysis, planned.extraction.priced.mesh
     request, state = planned.request.state, planned.quotient.state
     if state is None:

@@ -1,4 +1,4 @@
-"""A plan as decisions that can be asked "what if": equal decisions once, where the plan has them
+"""A plan as decisions for "what if" questions. Equal decisions are merged if the plan treats them
 alike."""
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ class PlanSetting:
 
     Attributes:
         plan: the decisions of the whole step.
-        priced: of the decisions that ``choice`` has, one of each class of equal ones, or all of
-            them where the plan takes classes apart.
-        choice: the plan's strategy of each.
-        node: per group of the whole, its decision.
-        spread_s: surcharge of a change of layout where what is given is only completed; else 0.
+        priced: the pricing of the decisions in ``choice``: one per class of equal decisions, or all
+            of them if the plan treats members of a class differently.
+        choice: the plan's strategy for each decision.
+        node: per group of the whole step, its decision.
+        spread_s: surcharge for a change of layout if the search only completes given shardings;
+            else 0.
     """
 
     plan: Extraction
@@ -45,12 +46,12 @@ class PlanSetting:
 
     @cached_property
     def problem(self) -> Problem:
-        """What the decisions cost."""
+        """The costs of the decisions."""
         return self.priced.problem
 
     @cached_property
     def searched(self) -> Problem:
-        """What a search is given to complete a choice."""
+        """The problem that a search solves to complete a choice."""
         if not self.spread_s:
             return self.problem
         return dataclasses.replace(self.priced, change_s=self.spread_s).problem
@@ -68,7 +69,7 @@ class PlanSetting:
 
     @cached_property
     def members(self) -> tuple[tuple[int, ...], ...]:
-        """Per decision, the groups of the whole that it stands for."""
+        """Per decision, the groups of the whole step that it stands for."""
         out: list[list[int]] = [[] for _ in self.choice]
         for group, node in enumerate(self.node):
             out[node].append(group)
@@ -76,7 +77,7 @@ class PlanSetting:
 
     @cached_property
     def made(self) -> tuple[tuple[int, ...], ...]:
-        """Per group of the whole, the values that it decides."""
+        """Per group of the whole step, the values that it decides."""
         analysis = self.plan.priced.analysis
         out: list[list[int]] = [[] for _ in analysis.groups.groups]
         for value, home in enumerate(analysis.groups.home):
@@ -86,7 +87,7 @@ class PlanSetting:
 
     @cached_property
     def copies(self) -> dict[int, tuple[int, Layout]]:
-        """Per group of a value that several operations read, that value and its layout."""
+        """Per copy group (of a value that several operations read), that value and its layout."""
         groups = self.plan.priced.analysis.groups
         return {
             link.b: (link.value, link.dst)
@@ -112,7 +113,7 @@ class PlanSetting:
         return frozenset(self.plan.graph.inputs)
 
     def name(self, node: int, value: int | None = None) -> str:
-        """A decision in words, after a value of its own; equal ones under one name."""
+        """The name of a decision, after one of its values; equal decisions share one name."""
         value, members = self.foremost(node) if value is None else value, self.members[node]
         graph, groups = self.plan.graph, self.plan.priced.analysis.groups.groups
         if value is None:
@@ -127,7 +128,7 @@ class PlanSetting:
         return common_path([path for path in paths if pattern(path) == pattern(value_path)])
 
     def spec(self, node: int, strategy: int) -> str:
-        """What a decision says under a strategy, in words."""
+        """The sharding of a decision under a strategy, as text."""
         value, first = self.foremost(node), self.members[node][0]
         groups = self.plan.priced.analysis.groups
         home = self.copies.get(first) if value is None else groups.home[value]

@@ -1,5 +1,5 @@
-"""``MODEL[:FUNCTION]`` -> the step to plan, its arguments and the options its script asked for; or
-the loss to place."""
+"""``MODEL[:FUNCTION]`` -> the step to plan, its arguments and the options of its script; or the
+loss to place."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from planner.frontend.capture import CapturedCall
 from planner.frontend.loss import Loss
 
 OF_A_LOSS = ("example_params", "example_batch", "optimizer")
-"""What a file defines beside a loss."""
+"""Names that a file defines beside a loss."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Target:
     path: Path
     function: str | None
     arguments: tuple[str, ...] = ()
-    """What the file finds in ``sys.argv`` after its own name."""
+    """The entries of the file's ``sys.argv`` after the first."""
 
     def __str__(self) -> str:
         return str(self.path) + (f":{self.function}" if self.function else "")
@@ -42,8 +42,8 @@ def parse_target(text: str, arguments: Sequence[str] = ()) -> Target:
     """Split ``model.py:function``; raises RequestError when there is no such file.
 
     Args:
-        text: the file, and perhaps a function in it.
-        arguments: of the file, as of a script.
+        text: the file, and optionally a function in it.
+        arguments: command-line arguments of the file.
     """
     name, colon, function = text.rpartition(":")
     if not colon or not function.isidentifier():
@@ -57,7 +57,7 @@ def parse_target(text: str, arguments: Sequence[str] = ()) -> Target:
 
 @contextlib.contextmanager
 def user_environment(target: Target) -> Iterator[None]:
-    """``sys.path`` and ``sys.argv`` as the user's script expects them; its prints to stderr."""
+    """Set ``sys.path`` and ``sys.argv`` as the user's script expects; send its prints to stderr."""
     path, argv = list(sys.path), sys.argv
     sys.path.insert(0, str(target.path.resolve().parent))
     sys.argv = [str(target.path), *target.arguments]
@@ -72,8 +72,8 @@ def find_step(target: Target) -> CapturedCall:
     """Find the step that ``target`` means; runs the user's code inside ``user_environment``.
 
     Raises:
-        RequestError: the file offers nothing to plan; says what it lacks.
-        ModelError: the user's code failed; ``__cause__`` is their exception.
+        RequestError: the file has nothing to plan; says what it lacks.
+        ModelError: the user's code failed; ``__cause__`` is its exception.
     """
     if target.function is not None:
         return _named(target, target.function)
@@ -95,8 +95,8 @@ def resolve_loss(target: Target) -> Loss:
     """Find the loss that ``target`` means; runs the user's code inside ``user_environment``.
 
     Raises:
-        RequestError: the file offers no loss; says what to define.
-        ModelError: the user's code failed; ``__cause__`` is their exception.
+        RequestError: the file has no loss; says what to define.
+        ModelError: the user's code failed; ``__cause__`` is its exception.
     """
     names = module_names(target.path)
     name = target.function or "loss"
@@ -145,7 +145,7 @@ def _loss(target: Target, module: ModuleType, name: str) -> Loss:
 
 
 def is_optimizer(given: Any) -> bool:
-    """Whether it is an optax transformation."""
+    """Whether ``given`` is an optax transformation."""
     return callable(getattr(given, "init", None)) and callable(getattr(given, "update", None))
 
 
@@ -177,7 +177,7 @@ def module_names(path: Path) -> set[str]:
 
 @contextlib.contextmanager
 def user_code(doing: str) -> Iterator[None]:
-    """Turn what the user's code raises into a ModelError; our own errors pass."""
+    """Turn exceptions of the user's code into ModelError; our own errors pass through."""
     try:
         yield
     except MeshwrightError:

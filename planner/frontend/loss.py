@@ -1,4 +1,4 @@
-"""A loss to train: what a model file gives that has no train step of its own."""
+"""A loss to train, from a model file without a train step."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from planner.graph.trace import abstract
 
 @dataclass(frozen=True)
 class Loss:
-    """What placement, or a train step, is made of.
+    """The parts that placement, or a train step, is built from.
 
     Attributes:
         function: ``function(params, *batch)``, a scalar.
         params: arrays or ShapeDtypeStructs.
-        batch: what the function takes after the parameters, likewise.
+        batch: the arguments after the parameters, likewise.
         optimizer: an optax transformation.
     """
 
@@ -49,14 +49,14 @@ class Loss:
 
 
 def check_scalar(lookups: LookUps, name: str = "loss") -> None:
-    """Refuse a function that has no gradient as it is: its result is no loss, or no loss alone.
+    """Reject a function without a gradient: its result is not a loss, or not a loss alone.
 
     Args:
-        lookups: what ``find_lookups`` found in ``function(params, *batch)``.
+        lookups: the result of ``find_lookups`` for ``function(params, *batch)``.
         name: of the function, and where it is.
 
     Raises:
-        RequestError: it does not return one scalar of floating point.
+        RequestError: the function does not return one floating-point scalar.
     """
     results = [v.aval for v in compat.body(lookups.jaxpr).outvars]
     alone = lookups.out_tree == jax.tree_util.tree_structure(0)

@@ -1,4 +1,4 @@
-"""Operations of a step that compute the same: differentiation writes some down twice."""
+"""Operations of a step that compute the same: differentiation emits some of them twice."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ REPEATABLE = frozenset(
     "concatenate transpose reshape squeeze expand_dims broadcast_in_dim slice split "
     "convert_element_type reduce_sum reduce_max reduce_min dot_general".split()
 )
-"""Operations that ``Op.attrs`` tells apart: their parameters hold no functions."""
+"""Operations that ``Op.attrs`` identifies: their parameters hold no functions."""
 
 
 def equal_values(
@@ -19,13 +19,13 @@ def equal_values(
     """Per value, the first that is surely equal to it.
 
     Two operations compute the same if they are of one kind with the same parameters, read equal
-    values, and stand in the same region and phase. What the backward pass computes again is of
-    another phase than the first, and stays itself.
+    values, and are in the same region and phase. Rematerialization in the backward pass has another
+    phase than the original, so it stays distinct.
 
     Args:
         graph: the step.
         live: per operation, whether its results are used.
-        apart: values that stay themselves, such as those that a user marked.
+        apart: values that stay distinct, such as those that a user marked.
 
     Complexity: linear in operands.
     """

@@ -29,8 +29,8 @@ class Call:
         outs: the numbers of its results.
         run: computes them.
         backward: whether it belongs to a backward pass that JAX made by transposition.
-        made: whether it computes something else than ``eqn`` says.
-        place: where ``eqn`` stands; None: at the top.
+        made: whether ``run`` differs from ``eqn``.
+        place: the place of ``eqn`` in the jaxpr; None: at the top.
     """
 
     eqn: Any
@@ -52,7 +52,7 @@ class Call:
         return str(self.eqn.primitive.name)
 
     def running(self, run: Run) -> Call:
-        """The call with another way to compute it."""
+        """The call with another function that computes it."""
         return dataclasses.replace(self, run=run, made=True)
 
     def reading(self, names: Mapping[int, int]) -> Call:
@@ -72,7 +72,7 @@ class FlatJaxpr:
         inputs: the numbers of its arguments.
         outputs: the numbers of its results, or literals.
         consts: arrays by number.
-        values: how many numbers are taken.
+        values: how many numbers are in use.
     """
 
     calls: tuple[Call, ...]
@@ -83,7 +83,7 @@ class FlatJaxpr:
 
     @functools.cached_property
     def memo(self) -> dict[Any, Any]:
-        """What was found out about the program, so that it is not looked for twice."""
+        """A cache of results of analyses of the program."""
         return {}
 
     @functools.cached_property
@@ -112,7 +112,7 @@ class FlatJaxpr:
             env.update(zip(call.outs, results, strict=True))
 
     def live(self) -> FlatJaxpr:
-        """Without the calls whose results nobody reads."""
+        """The program without calls that have no effect and whose results are unused."""
         wanted = {v for v in self.outputs if isinstance(v, int)}
         live_calls = []
         for call in reversed(self.calls):
@@ -136,8 +136,8 @@ class FlatJaxpr:
 
 
 def flatten(jaxpr: Any) -> FlatJaxpr:
-    """Number the values of a jaxpr and put the bodies of its calls in their places; bodies that the
-    program itself rematerializes, and kernels, stay what they are."""
+    """Number the values of a jaxpr and inline the bodies of its calls; bodies that the program
+    itself rematerializes, and kernels, stay single calls."""
     walk = Flattener()
     inputs = tuple(walk.number() for _ in compat.body(jaxpr).invars)
     outputs = tuple(walk.run(jaxpr, inputs))
@@ -146,7 +146,7 @@ def flatten(jaxpr: Any) -> FlatJaxpr:
 
 @dataclass(eq=False)
 class Flattener(PlacedWalk[Any]):
-    """Writes down calls; a value is its number, or a literal."""
+    """Records calls; a value is represented by its number, or by a literal."""
 
     calls: list[Call] = field(default_factory=list)
     consts: dict[int, Any] = field(default_factory=dict)
@@ -164,16 +164,16 @@ class Flattener(PlacedWalk[Any]):
         return number
 
     def literal(self, atom: Any) -> Any:
-        """A literal stays one."""
+        """A literal stays a literal."""
         return atom
 
     def call(self, eqn: Any, ins: list[Any], body: Body) -> Sequence[Any]:
-        """Bodies of calls are walked through, but for those that stay whole."""
+        """Inline the body of a call, unless the call stays whole."""
         whole = stays_whole(eqn)
         return self.operation(eqn, ins) if whole else super().call(eqn, ins, body)
 
     def operation(self, eqn: Any, ins: list[Any]) -> Sequence[Any]:
-        """Write a call down."""
+        """Record a call."""
         outs = tuple(self.number() for _ in eqn.outvars)
         place = self.place
         run = _binding(eqn, place)
@@ -186,7 +186,7 @@ def _binding(eqn: Any, place: Place) -> Run:
 
 
 def run_behind(call: Call, reader: Call) -> Run:
-    """Computes a call, under the names of another one."""
+    """A function that computes a call under the names of another one."""
     origin = compat.Origin(call.origin.line, reader.origin.names)
     return lambda values: compat.evaluate_equation(call.eqn, values, origin)
 
@@ -216,7 +216,7 @@ def looped(eqn: Any, inner: Run) -> Run:
 
 
 def again(eqn: Any, inner: Run) -> Run:
-    """A part that the program rematerializes, with another body of the same operands and
+    """A block that the program rematerializes, with another body of the same operands and
     results."""
     body = called(eqn)
     assert body is not None
@@ -260,8 +260,8 @@ def nbytes(aval: Any) -> int:
 
 
 def runs_once(eqn: Any) -> bool:
-    """Whether an equation must not be computed twice, or elsewhere: it calls out, writes to a
-    reference, or draws random numbers that would be others under another sharding, or in a part."""
+    """Whether an equation must not be computed twice, or elsewhere: it has effects, uses a
+    reference, or draws random numbers that differ under another sharding, or in a part."""
     if eqn.effects or any(compat.is_ref(v.aval) for v in eqn.invars):
         return True
     if eqn.primitive.name.startswith("rng_"):

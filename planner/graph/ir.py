@@ -1,7 +1,7 @@
 """The operator graph: values, operations, regions. Plain frozen data, no jax.
 
 Invariants (``verify``): every value has one producer (an operation or the inputs);
-operations stand in program order; an operation reads values that stand before it, except
+operations are in program order; an operation reads values that are made before it, except
 ``loop_back``, which closes a loop.
 """
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from planner.errors import InternalError
 
-if TYPE_CHECKING:  # a fifth of a second to import, for who wants the view
+if TYPE_CHECKING:  # takes a fifth of a second to import, and only the view needs it
     import networkx as nx
 
 SCALAR = -1
@@ -23,10 +23,10 @@ SCALAR = -1
 
 
 RAGGED = frozenset({"ragged_dot", "ragged_dot_general"})
-"""Products of groups of rows, each with a matrix of its own."""
+"""Products of groups of rows, each group with a different matrix."""
 
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated"}) | RAGGED
-"""Operations that multiply and add: what most of a step's time goes into."""
+"""Operations that multiply and add: they take most of a step's time."""
 
 
 class Phase(StrEnum):
@@ -38,9 +38,9 @@ class Phase(StrEnum):
 
 
 class Role(StrEnum):
-    """What a value is to a train step (``planner.graph.labels.roles``). The first five are state:
-    arguments that come back as results; ``EXAMPLES`` has a row per example, as hidden states of
-    truncated backpropagation, caches and environments."""
+    """Role of a value in a train step (``planner.graph.labels.roles``). The first five are state:
+    arguments that come back as results; ``EXAMPLES`` has a row per example, such as hidden states
+    of truncated backpropagation, caches and environments."""
 
     PARAMETER = "parameter"
     MOMENT = "moment"
@@ -68,7 +68,7 @@ class Value:
         op: its producer, or -1 for inputs and constants.
         name: the path of an input, ``"const"`` of a constant.
         host: whether the model itself put it into host memory.
-        role: what it is to the step.
+        role: its role in the step.
         of: the input that a gradient, a moment or a next value belongs to, or -1.
         carried: whether it is an input that comes back as a result: the state of the step.
     """
@@ -104,7 +104,7 @@ class Value:
 
     @property
     def has_examples(self) -> bool:
-        """Of an input: whether it may have a row per example; what is fed, and some state."""
+        """Of an input: whether it may have a row per example: fed inputs, and some state."""
         return self.fed or self.role is Role.EXAMPLES
 
     def labelled(self, role: Role, of: int, carried: bool) -> Value:
@@ -130,17 +130,16 @@ class Value:
 class Op:
     """One operation. ``kind`` is the jax primitive, or one of ours for loop borders.
 
-    ``attrs`` tells apart operations of one kind and shape (hash of the parameters);
+    ``attrs`` distinguishes operations of equal kind and shape (hash of the parameters);
     ``fused`` names the call of a function that stands for one kernel (``step.kernels.fused``);
-    ``effect`` says that it does more than make its results (prints, calls the host, writes to a
-    reference), and so runs whether or not these are read; ``segment`` is the repeated block that it
-    stands in and which copy of it, (-1, 0) for none; ``passes`` is how many bfloat16 products a
-    float32 product is made of where it asks for precision (1: it asks for none); ``work`` is what
-    a kernel or a region of the user's does in one run, as (kind of kernel, flop, bytes): of a
-    kernel the whole, with bytes by its operands (0), of a ``shard_map`` one device's part;
-    ``sends`` is what a ``shard_map`` sends (``planner.rules.kernels.inside``), ``held`` the bytes
-    that it allocates inside: where compilers multiply ragged products by group, and where they
-    mask them.
+    ``effect``: it has side effects (prints, calls the host, writes to a reference), so it runs even
+    if its results are unused; ``segment`` is the repeated block that it belongs to and the copy of
+    that block, (-1, 0) for none; ``passes`` is the number of bfloat16 products of a float32 product
+    that requests a precision (1: it requests none); ``work`` is the work of a kernel or of a region
+    of the user's in one run, as (kind of kernel, flop, bytes): for a kernel the total, with 0 bytes
+    (its operands give them), for a ``shard_map`` one device's part; ``sends`` is what a
+    ``shard_map`` sends (``planner.rules.kernels.inside``); ``held`` is the bytes that it allocates
+    inside: if compilers multiply ragged products by group, and if they mask them.
     """
 
     index: int
@@ -181,7 +180,7 @@ class Op:
 
     @property
     def kernel(self) -> str:
-        """What most of ``work`` is, "" where the operation's kind says what it does."""
+        """The kind of most of ``work``; "" if the operation's kind says what it does."""
         return self.work[0][0] if self.work else ""
 
 
@@ -195,7 +194,7 @@ class Block:
 
     @property
     def end(self) -> int:
-        """Index of the first operation behind the last repetition."""
+        """Index of the first operation after the last repetition."""
         return self.start + self.length * self.count
 
 
@@ -231,7 +230,7 @@ class Graph:
 
     @cached_property
     def state(self) -> tuple[int, ...]:
-        """The inputs that the step carries on, in their order."""
+        """The inputs that come back as outputs, in their order."""
         return tuple(self.inputs[i] for i, _ in self.ties)
 
     @cached_property
@@ -242,13 +241,13 @@ class Graph:
 
     @cached_property
     def reports(self) -> tuple[int, ...]:
-        """The results besides the state: the loss and what else a step tells (no literals)."""
+        """The results besides the state: the loss and other metrics (no literals)."""
         back = {o for _, o in self.ties}
         return tuple(v for k, v in enumerate(self.outputs) if k not in back and v != SCALAR)
 
     @cached_property
     def batch(self) -> tuple[int, ...]:
-        """The inputs that the host feeds anew at every step; none in a step without state."""
+        """The inputs that the host feeds at every step; none in a step without state."""
         return tuple(v for v in self.inputs if self.values[v].role is Role.BATCH)
 
     def changes_memory(self, op: Op) -> bool:
@@ -275,8 +274,8 @@ class Graph:
         return self.text()
 
     def text(self, *, folded: bool = False) -> str:
-        """The graph in lines: arguments, constants, operations under the phase and segment that
-        they stand in, results.
+        """The graph in lines: arguments, constants, operations under their phase and segment,
+        results.
 
         Args:
             folded: print only the first copy of every repeated block.
@@ -313,8 +312,8 @@ class Graph:
 
     @cached_property
     def read_once(self) -> frozenset[int]:
-        """Values that operations make and a single other one reads, besides the borders behind a
-        loop that carries them."""
+        """Results of operations that a single operation reads, besides the borders (``loop_back``,
+        ``loop_out``) of a loop that carries them."""
         count = [0] * len(self.values)
         for op in self.ops:
             if op.kind not in ("loop_back", "loop_out"):
@@ -336,9 +335,9 @@ class Graph:
     def needed_for(
         self, values: Iterable[int], once: Container[int] = ()
     ) -> tuple[set[int], list[bool]]:
-        """All values that some values depend on, through loop carries too, and per operation
-        whether it is on the way. Of the loops whose regions are in ``once`` one turn counts: what
-        it reads, and not what turns before it made of that. O(operations)."""
+        """All values that ``values`` depend on, through loop carries too, and per operation whether
+        they depend on it. For loops whose regions are in ``once``, one iteration counts: what it
+        reads, but not what earlier iterations made of that. O(operations)."""
         live = [False] * len(self.ops)
         wanted = {v for v in values if v != SCALAR}
         backs: dict[int, list[Op]] = {}

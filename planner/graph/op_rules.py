@@ -24,7 +24,7 @@ def op_rules(graph: Graph, eqns: Sequence[EqnKey | None]) -> tuple[FactorRule, .
     alike: list[int] = []  # per operation, the one whose rule it has
     first: dict[int, int] = {}
     for op, eqn, code in zip(graph.ops, eqns, graph.codes, strict=True):
-        by_code = eqn is None or bool(op.attrs) or not eqn.params  # the code tells the parameters
+        by_code = eqn is None or bool(op.attrs) or not eqn.params  # the code covers the parameters
         at = first.setdefault(code, op.index) if by_code else op.index
         alike.append(at)
         if at == op.index and eqn is not None and op.kind not in MARKS:

@@ -36,7 +36,7 @@ _HINTS = {
         "or jax.shard_map, as it runs today"
     ),
 }
-"""What helps, by a part of an error of jax's."""
+"""Hints, by a part of an error message of jax."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,8 +49,8 @@ class Traced:
         out_shape: its results as ShapeDtypeStructs.
         in_paths, out_paths: the paths of their leaves.
         updated: how many of the outputs, the first ones, update arguments in place.
-        origin: of a form of a step, the trace of the step as written, which tells what its
-            arguments are.
+        origin: of a rewritten form of a step, the trace of the step as written, which has the roles
+            of the arguments.
         inlined: names of the libraries' primitives that became calls (``graph.jaxpr.inlined``).
     """
 
@@ -66,8 +66,8 @@ class Traced:
 
     @functools.cached_property
     def graph(self) -> Graph:
-        """Its graph, made when it is first asked for: forms of a step that are only rewritten
-        further need none."""
+        """Its graph, built on first access: forms of a step that are only rewritten further need
+        none."""
         graph, _ = self._built
         if self.origin is not None:
             known = self.origin.graph
@@ -78,7 +78,7 @@ class Traced:
 
     @functools.cached_property
     def flat(self) -> FlatJaxpr:
-        """Its jaxpr as a flat list of calls, those left out whose results nobody reads."""
+        """Its jaxpr as a flat list of calls, without those whose results are unused."""
         return flatten(self.jaxpr).live()
 
     @functools.cached_property
@@ -105,7 +105,7 @@ class Traced:
 def abstract(args: Sequence[Any]) -> tuple[Any, ...]:
     """Arguments with their arrays replaced by ShapeDtypeStructs (shape, dtype, weak type).
 
-    Where an array happens to be must not change the plan.
+    The placement of an array must not change the plan.
     """
 
     def one(x: Any) -> Any:
@@ -120,7 +120,7 @@ def reshaped(args: Sequence[Any], shapes: Mapping[int, tuple[int, ...]]) -> tupl
     """Arguments with other shapes for some of their leaves, by position.
 
     Raises:
-        ModelError: a type of the arguments refuses them, as one that holds its sizes does.
+        ModelError: a type of the arguments rejects the shapes, such as one that stores its sizes.
     """
     leaves, tree = jax.tree_util.tree_flatten(abstract(args))
     for k, shape in shapes.items():
@@ -169,7 +169,7 @@ def trace(
 
 
 def _with_own_rows(closed: Any, args: Sequence[Any]) -> Any:
-    """See ``planner.graph.jaxpr.own_rows``; calls are put in their places where that shows more."""
+    """See ``planner.graph.jaxpr.own_rows``; calls are inlined if that exposes more look-ups."""
     rewritten = with_own_rows(closed)
     if rewritten is closed or not takes_indices(rewritten):
         return rewritten

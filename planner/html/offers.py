@@ -17,9 +17,9 @@ from planner.report.units import bytes_text, time_text
 WIDTH, HEIGHT, LEFT, BELOW, ABOVE = 900, 420, 70, 48, 16
 """Units of the drawing, and its margins."""
 LINE, LONG = 16, 180
-"""Height of a label, and how long one may be."""
+"""Height of a label, and the assumed length of one."""
 COLOURS = 4
-"""Kinds of devices that have a colour of their own (``--axis-0`` and so on)."""
+"""Number of kinds of devices with distinct colors (``--axis-0`` and so on)."""
 
 
 def write_offers(offers: Offers, path: str | os.PathLike[str], title: str = "") -> None:
@@ -35,7 +35,7 @@ def write_offers(offers: Offers, path: str | os.PathLike[str], title: str = "") 
 
 
 def offers_html(offers: Offers, title: str = "") -> str:
-    """The page; it has no script and asks nothing of any network."""
+    """The page; it has no script and makes no network requests."""
     style = asset("page.css")
     head = escape(title or "the step")
     body = "\n".join((*_chart(offers), *_table(offers)))
@@ -69,7 +69,7 @@ tr.best td { font-weight: 600; }
 
 
 def _points(offers: Offers) -> tuple[list[tuple[Offer, float, float]], str]:
-    """Offers with their cost and throughput, and what the cost is."""
+    """Offers with their cost and throughput, and the unit of the cost."""
     planned = [o for o in offers.offers if o.plan is not None]
     unit = offers.unit
     if planned and all(o.price is not None for o in planned):
@@ -131,7 +131,7 @@ def _chart(offers: Offers) -> Iterator[str]:
 
 
 def _free(x: float, y: float, taken: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """The nearest height for a label at which no other one lies."""
+    """The nearest position for a label, up or down, where it overlaps no other label."""
     for k in range(2 * len(taken) + 1):
         at = y + LINE * ((k + 1) // 2) * (-1) ** k
         if all(abs(x - a) > LONG or abs(at - b) >= LINE for a, b in taken):

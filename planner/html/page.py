@@ -1,4 +1,4 @@
-"""The report as one HTML file that asks nothing of any network: data, style and script inside."""
+"""The report as one HTML file with data, style and script inside; makes no network requests."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ def html(data: ReportData) -> str:
 def embedded(data: ReportData) -> str:
     """The data as JSON that can stand inside a script element."""
     text = json.dumps(_plain(data), separators=(",", ":"), allow_nan=False)
-    # "<" ends no element and begins no comment; the two separators end no line of a script
+    # escaped, "<" can't end an element or begin a comment, nor the separators end a script line
     for mark in ("<", ">", "&", "\u2028", "\u2029"):
         text = text.replace(mark, f"\\u{ord(mark):04x}")
     return text
 
 
 def _plain(value: Any) -> Any:
-    """Dataclasses as objects, floats short, what is not finite as null."""
+    """Dataclasses as objects, floats shortened, non-finite floats as null."""
     if isinstance(value, float):
         if not math.isfinite(value):
             return None

@@ -1,7 +1,6 @@
-"""A step over time as pictures need it: compute and collectives in lanes, memory by what holds it.
+"""A step over time, for drawing: compute and collectives in lanes, memory by what holds it.
 
-Long steps are told with no more than a few thousand pieces: neighbours too short to be seen are
-told as one.
+A lane has at most a few thousand pieces: neighbors that are too short to be visible are merged.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from planner.space.buffer import Port
 from planner.spec import MeshSpec
 
 PIECES = 3000
-"""Pieces of a lane: shorter ones than this part of the step are joined with their neighbours."""
+"""Pieces of a lane: pieces shorter than the step over this number are merged with neighbors."""
 BINS = 720
-"""Points of the memory curve; each is the most in use within its part of the step."""
+"""Points of the memory curve; each is the maximum in use within its part of the step."""
 HELD = 4000
-"""Values that are told apart in the memory curve, the largest."""
+"""Maximum number of values that the memory curve shows separately, the largest ones."""
 KINDS = ("start", "product", "elementwise")
 CATEGORIES = (
     "parameters",
@@ -38,15 +37,15 @@ CATEGORIES = (
     "activations and temporaries",
 )
 Text = Callable[[str], int]
-"""Gives a text its number."""
+"""Maps a text to its number."""
 
 
 @dataclass(frozen=True)
 class Lane:
-    """Pieces in order, as columns: seconds of start and end, the text of each, how many it joins.
+    """Pieces in order, as columns: seconds of start and end, the text of each, how many it merges.
 
-    ``reach``: where the devices are that exchange data. ``busy_s``: the time in use within a
-    piece; ``pause_s``: that for which compute waits.
+    ``reach``: location of the devices that exchange data. ``busy_s``: the time in use within a
+    piece; ``pause_s``: the time that compute waits for it.
     """
 
     axes: tuple[str, ...]
@@ -63,11 +62,11 @@ class Lane:
 
 @dataclass(frozen=True)
 class MemoryCurve:
-    """Bytes per device at ``BINS`` times, and who holds them.
+    """Bytes per device at ``BINS`` times, and the values that hold them.
 
-    ``moment[b]`` is that of the most bytes in bin b; ``bytes[c][b]`` those of category c at it.
-    The columns ``label``, ``start``, ``end``, ``size``, ``category``, ``count`` are the largest
-    values, those with the same name and span together: in use in the moments [start, end).
+    ``moment[b]`` is the moment of most bytes in bin b; ``bytes[c][b]`` are the bytes of category c
+    at that moment. The columns ``label``, ``start``, ``end``, ``size``, ``category``, ``count`` are
+    the largest values, merged by name and span; they are in use in the moments [start, end).
     """
 
     moment: tuple[int, ...]
@@ -84,7 +83,7 @@ class MemoryCurve:
 
 @dataclass(frozen=True)
 class StepInTime:
-    """The whole figure. ``hiding``: share of communication that hides of what could."""
+    """The whole figure. ``hiding``: hidden share of the communication that could be hidden."""
 
     step_s: float
     hiding: float
@@ -120,7 +119,7 @@ def step_in_time(
         profile: its memory over time.
         seconds: per operation, its compute seconds.
         sent: the plan's collectives.
-        text: numbers texts.
+        text: maps texts to numbers.
     """
     order = profile.held.order
     laid = timeline(plan, prediction, order, seconds, sent)
@@ -134,8 +133,8 @@ def step_in_time(
 
 
 def reach(cluster: Cluster, mesh: MeshSpec, axes: Sequence[int]) -> str:
-    """Where the devices stand that exchange data along mesh axes: in a node (of a torus: a slice),
-    or in how many."""
+    """Location of the devices that exchange data along mesh axes: one node (of a torus: slice), or
+    how many."""
     members = [0]
     for k in axes:
         stride = math.prod(mesh.sizes[k + 1 :])
@@ -175,7 +174,7 @@ def _sending(plan: Extraction, bars: Sequence[Bar], sent: Sequence[Sent]) -> Ite
 def _lane(
     axes: tuple[str, ...], joined: str, pieces: Iterator[_Piece], shortest: float, text: Text
 ) -> Lane:
-    """Join pieces that are too short to be seen with the ones before them."""
+    """Merge pieces that are too short to be visible with the ones before them."""
     out: list[_Piece] = []
     longest = 0.0  # of those joined in the last piece
     for p in pieces:
@@ -239,7 +238,7 @@ def _memory(plan: Extraction, profile: Profile, laid: Timeline, text: Text) -> M
     names = _labels(plan)
     spans: dict[tuple[str, int, int, int], list[float]] = {}
     for k, held_there in enumerate(rows):
-        if not sizes[k]:  # of a copy that is not made
+        if not sizes[k]:  # a copy that is not made
             continue
         key = (names(held_there.value), int(first[k]), int(last[k]), int(category[k]))
         spans.setdefault(key, []).append(float(sizes[k]))
@@ -259,7 +258,7 @@ def _memory(plan: Extraction, profile: Profile, laid: Timeline, text: Text) -> M
 
 
 def _bin(moment: int, laid: Timeline) -> int:
-    """The bin of a moment: an operation's begins with it, the one behind it when it ends."""
+    """The bin of a moment: even moments are the start of an operation, odd ones its end."""
     place, half = divmod(moment, 2)
     if place >= len(laid.starts_s):
         return BINS - 1

@@ -1,18 +1,18 @@
 """How every value of a step depends on the examples of a batch: the proof that it may be cut.
 
 =====  ==========================================================================================
-FREE   does not depend on the examples, or on the batch alone (the sum of a mask): computed once
-MAP    its example i is made of example i and of FREE values: computed per microbatch
+FREE   independent of the examples, or from the batch alone (the sum of a mask): computed once
+MAP    its example i depends on example i and on FREE values: computed per microbatch
 SUM    a sum over examples of such terms: added up over microbatches
 POST   any function of sums: computed once, when they are complete
 =====  ==========================================================================================
 
-A value that counts examples but reads a SUM or POST couples them (statistics of a batch), and so
-does an operation that mixes examples in any way but a sum. Which dimension of which operand meets
-which of the result is what factor rules say.
+A value with a dimension of examples that reads a SUM or POST couples them (batch statistics), and
+so does an operation that mixes examples other than by a sum. Factor rules map the dimensions of
+operands to those of results.
 
-Where couplings are allowed (``planner.microbatch.statistics.own``), each is written down, and its
-results are taken for MAP where they count examples, for SUM where they do not.
+Where couplings are allowed (``planner.microbatch.statistics.own``), each is recorded, and its
+results count as MAP if they have a dimension of examples, else as SUM.
 """
 
 from __future__ import annotations
@@ -57,25 +57,25 @@ ADDS = frozenset(
 )
 """Operations that reduce by adding, or by adding what is negated."""
 PARTS = frozenset("reshape slice dynamic_slice split gather reduce_window_sum".split())
-"""Operations that can put neighboring examples together, or take every other one."""
+"""Operations that can join neighboring examples, or take every other one."""
 MOST_READ = 1 << 16
-"""Elements of a constant that are looked at."""
+"""Maximum number of elements of a constant to inspect."""
 ZEROS = frozenset("broadcast_in_dim copy reshape transpose squeeze convert_element_type".split())
 
 
 @dataclass(eq=False)
 class Classes:
-    """What was found of a pair.
+    """The classes of the values of a pair.
 
     Attributes:
         of: the class of each value.
-        drawn: values that are made for the whole batch and sliced.
-        alike: values that are the same for all examples, and made anew in each microbatch.
-        alone: values of the batch and constants alone, no state; those that are FREE are made from
-            the whole batch.
-        inside: equations (of the whole trace, by ``id``) in loops and recomputed blocks that make a
-            value for the whole batch, of which a microbatch takes its part there.
-        coupled: where examples depend on each other, if that is allowed: lines of the user's code.
+        drawn: values that are computed for the whole batch and sliced.
+        alike: values that are the same for all examples, and computed again in each microbatch.
+        alone: values that depend on the batch and constants alone, not on state; those that are
+            FREE are computed from the whole batch.
+        inside: equations (of the whole trace, by ``id``) in loops and rematerialized blocks that
+            compute a value for the whole batch, which a microbatch slices there.
+        coupled: lines of the user's code where examples depend on each other, if that is allowed.
         zeros: values that are zeros.
     """
 
@@ -99,7 +99,7 @@ def classify(step: Pair, batch: Sequence[int], whole: Any, *, exact: bool = True
 
     Raises:
         CoupledError: they are; the text says by which operation, where, and what would help.
-        NotExactError: a microbatch has no meaning of its own.
+        NotExactError: an operation can't be computed for a microbatch alone.
     """
     keys = list(equations(whole))
     rules = rules_for([EqnKey.of(eqn) for eqn in keys])
@@ -119,7 +119,7 @@ class _Classifier:
         self, rules: Mapping[int, FactorRule], examples: int, exact: bool, parts: int
     ) -> None:
         self.rules, self.examples, self.exact, self.parts = rules, examples, exact, parts
-        self.inside = 0  # how many loops and recomputed blocks are around
+        self.inside = 0  # how many loops and rematerialized blocks are around
         self.draws: set[int] = set()
         self.coupled: list[str] = []
 
@@ -127,7 +127,7 @@ class _Classifier:
         self, pair: Pair, ins: Sequence[Class], alone: Sequence[bool], zero: Sequence[bool]
     ) -> Classes:
         out = Classes(dict(zip(pair.inputs, ins, strict=True)), set(), set())
-        places: set[int] = set()  # what follows from positions and constants alone
+        places: set[int] = set()  # values made from positions and constants alone
         fed = {v for v, c in zip(pair.inputs, ins, strict=True) if c is MAP}
         out.alone.update(v for v, x in zip(pair.inputs, alone, strict=True) if x)
         zeros = {v for v, x in zip(pair.inputs, zero, strict=True) if x}
@@ -152,7 +152,7 @@ class _Classifier:
             classes = self.any_node(pair, node, out, is_alone, zeros, placed)
             if len(self.coupled) > before and by_number(pair, node, fed):
                 raise refused(node, "reads or writes examples by their numbers in the batch")
-            is_alone = is_alone and len(self.coupled) == before  # a statistic is each microbatch's
+            is_alone = is_alone and len(self.coupled) == before  # statistics: per microbatch
             for o, c in zip(node.outs, classes, strict=True):
                 out.of[o] = c
                 if is_alone:
@@ -165,14 +165,14 @@ class _Classifier:
     def any_node(
         self, pair: Pair, node: Node, known: Classes, is_alone: bool, zeros: set[int], placed: bool
     ) -> list[Class]:
-        """The classes of the results of an equation; of one that couples examples, where that is
-        allowed, MAP and SUM. ``placed``: whether it follows from positions and constants alone."""
+        """The classes of the results of an equation; MAP and SUM if it couples examples and that is
+        allowed. ``placed``: whether it depends on positions and constants alone."""
         if not self.exact:
             scaled = [bool(pair.scaled(o)) for o in node.outs]
             free = {known.of[v] for v in node.values} <= {FREE}
             if free and any(scaled) and (placed or node.changed) and not node.whole.effects:
-                # positions in a microbatch are its own, and so are numbers that follow from its
-                # size: no part of those of the whole batch
+                # positions, and numbers that follow from the batch's size, are those of the
+                # microbatch, not a part of those of the whole batch
                 return [MAP if x else FREE for x in scaled]
             if free and any(scaled):
                 self.check_share(pair, node)
@@ -224,8 +224,8 @@ class _Classifier:
         elif node.name == GAMMA and pair.scaled(node.values[0]) == pair.scaled(node.outs[0]):
             return [MAP]  # a key for each example
         if set(ins) <= {FREE}:
-            # what is alike for all examples is made anew in each microbatch; random numbers,
-            # positions, rows of a table are made for the whole batch, and sliced
+            # what is equal for all examples is computed again in each microbatch; random numbers,
+            # positions, rows of a table are computed for the whole batch, and sliced
             if node.name != "broadcast_in_dim":
                 if any(len(pair.scaled(o)) > 1 for o in node.outs):
                     raise refused(node, "draws or counts along the batch in several dimensions")
@@ -242,7 +242,7 @@ class _Classifier:
         return self.mapped(pair, node, is_alone, zeros)
 
     def mapped(self, pair: Pair, node: Node, is_alone: bool, zeros: set[int]) -> list[Class]:
-        """Of an operation of examples."""
+        """The classes of the results of an operation on examples."""
         rule = self.rules.get(id(node.whole))
         factor = None if rule is None else _example_factor(pair, node, rule)
         if rule is None or factor is None or factor in rule.replicated:
@@ -261,7 +261,7 @@ class _Classifier:
         return [FREE if is_alone else SUM] * len(node.outs)
 
     def structured(self, outer: Pair, node: Node, ins: list[Class], zeros: set[int]) -> list[Class]:
-        """Of a loop, a conditional or a recomputed block."""
+        """The classes of the results of a loop, a conditional or a rematerialized block."""
         if MAP not in ins and not any(outer.scaled(o) for o in node.outs):
             return [FREE if set(ins) <= {FREE} else POST] * len(node.outs)
         zero = [is_zero(i, zeros) for i in node.ins]
@@ -281,7 +281,7 @@ class _Classifier:
         (whole,), (small,) = loop.bodies, twin_loop.bodies
         inner = pair(whole.jaxpr, small.jaxpr)
         begin, carries = loop.consts, loop.carries
-        now = zero  # carries are zeros in the first turn alone
+        now = zero  # carries are zeros in the first iteration only
         later = [z and not begin <= k < begin + carries for k, z in enumerate(zero)]
         for _ in range(2 * carries + 3):
             outs = self.within(inner, ins, now, node)
@@ -301,7 +301,7 @@ class _Classifier:
     def branches(
         self, outer: Pair, node: Node, ins: Sequence[Class], zero: Sequence[bool]
     ) -> list[Class]:
-        """Of a conditional that goes the same way for all examples, as every other step."""
+        """The classes of the results of a conditional that takes one branch for all examples."""
         each = []
         for a, b in zip(branches_of(node.whole), branches_of(node.small), strict=True):
             inner, zeros, before = pair(a.jaxpr, b.jaxpr), set[int](), len(self.draws)
@@ -330,8 +330,8 @@ class _Classifier:
         node: Node,
         zeros: set[int] | None = None,
     ) -> list[Class]:
-        """The results of a body; none may need complete sums, or the batch's random numbers.
-        ``zeros`` takes the values that are zeros."""
+        """The classes of the results of a body, which must not need complete sums. ``zeros``
+        collects the values that are zeros."""
         self.inside += 1
         known = self.walk(inner, ins, [False] * len(ins), zero)
         self.inside -= 1
@@ -356,7 +356,7 @@ class _Classifier:
         return out
 
     def carried(self, node: Node, before: Class, after: Class, zero: bool, counts: bool) -> Class:
-        """``_carried``; where that couples examples and may, MAP if the carry ``counts`` them."""
+        """``_carried``; if that couples examples and may, MAP if the carry ``counts`` them."""
         try:
             return _carried(node, before, after, zero)
         except CoupledError as error:
@@ -367,7 +367,7 @@ class _Classifier:
 
 
 def _carried(node: Node, before: Class, after: Class, zero: bool) -> Class:
-    """The class of a carry from those of what enters and of what a turn leaves."""
+    """The class of a carry, from its classes before and after an iteration."""
     if before is after or (after is FREE and before is MAP):
         return before
     if before is SUM and after is FREE:
@@ -380,7 +380,7 @@ def _carried(node: Node, before: Class, after: Class, zero: bool) -> Class:
 
 
 def _example_factor(pair: Pair, node: Node, rule: FactorRule) -> int | None:
-    """The one factor of an operation that counts examples."""
+    """The single factor of an operation that counts examples; None if there is none."""
     scaled: list[tuple[int, ...]] = []
     still: list[tuple[int, ...]] = []
     sides = [

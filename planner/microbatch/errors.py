@@ -14,13 +14,13 @@ class CoupledError(NotExactError):
     gives other numbers.
 
     Attributes:
-        place: its line in the user's code; its primitive where that is not known.
+        place: its line in the user's code; its primitive if the line is not known.
         why: which operation couples examples, where, and how.
         helps: what would make the step exact; may be empty.
     """
 
     def __init__(self, place: str, why: str, helps: str = "", own: bool = True) -> None:
-        """``own``: whether microbatches with statistics of their own can be an answer."""
+        """``own``: whether to suggest statistics per microbatch."""
         choices = [helps, OWN if own else "", "leave microbatches= out"]
         *some, last = filter(None, choices)
         advice = f"{', '.join(some)}, or {last}" if some else last
@@ -28,7 +28,7 @@ class CoupledError(NotExactError):
         self.place, self.why, self.helps = place, why, helps
 
     def without_own(self) -> CoupledError:
-        """The same, where statistics of their own are refused too."""
+        """The same error without the suggestion of statistics per microbatch."""
         return CoupledError(self.place, self.why, self.helps, own=False)
 
 

@@ -1,7 +1,7 @@
-"""A step traced twice, for the whole batch and for a microbatch, walked side by side.
+"""Pairs the trace of a step for the whole batch with its trace for one microbatch.
 
 Shapes come from the small trace, numbers from the whole one: the 1/B of a mean stays that of the
-whole batch, so nothing is rescaled, and a dimension counts examples exactly where the two differ.
+whole batch, so nothing is rescaled. A dimension counts examples exactly where the two differ.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Number:
 
     @property
     def changed(self) -> bool:
-        """Whether it is an integer that follows from the batch's size."""
+        """Whether it is an integer that depends on the batch size."""
         integer = jnp.issubdtype(jnp.result_type(self.whole), jnp.integer)
         return bool(integer and np.any(np.asarray(self.whole) != np.asarray(self.small)))
 
@@ -47,8 +47,8 @@ Operand = int | Number
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """An equation in both traces; ``ins`` and ``outs`` number values, ``around`` are the calls that
-    it stands in, in the whole trace, outermost first."""
+    """An equation in both traces. ``ins`` and ``outs`` are the numbers of its values; ``around``
+    lists the calls of the whole trace that contain it, outermost first."""
 
     whole: Any
     small: Any
@@ -58,7 +58,7 @@ class Node:
 
     @property
     def origin(self) -> compat.Origin:
-        """Where it comes from."""
+        """The origin of the equation in the user's program."""
         return origin_of(self.whole, self.around)
 
     @property
@@ -79,7 +79,7 @@ class Node:
 
     @property
     def changed(self) -> str:
-        """Integers that follow from the batch's size and are no shape, in words."""
+        """In words, the integers besides shapes that depend on the batch size."""
         changes = [
             f"{i.whole} is {i.small} in a microbatch"
             for i in self.ins
@@ -100,12 +100,12 @@ class Node:
 
 @dataclass(eq=False)
 class Pair:
-    """A jaxpr in both traces, calls inlined; values are numbers.
+    """A jaxpr in both traces, with calls inlined. Values are numbered.
 
     Attributes:
         avals: per value, its abstract value in both traces.
-        inputs, outputs: of the jaxpr.
-        consts: values that the jaxpr carries, with their contents.
+        inputs, outputs: inputs and outputs of the jaxpr.
+        consts: contents of the jaxpr's constants, by value.
         nodes: its equations, in order.
     """
 
@@ -121,13 +121,13 @@ class Pair:
         return [d for d, (m, n) in enumerate(zip(whole, small, strict=True)) if m != n]
 
     def counts(self, value: int) -> tuple[int, int]:
-        """How many examples a value of one dimension of them has, whole and of a microbatch."""
+        """Numbers of examples of a value with one example dimension: (whole, microbatch)."""
         (d,) = self.scaled(value)
         whole, small = (compat.aval_shape(a)[d] for a in self.avals[value])
         return whole, small
 
     def live(self) -> list[bool]:
-        """Per equation, whether a result needs it, or it has an effect."""
+        """Per equation, whether a result needs it or it has an effect."""
         needed = {o for o in self.outputs if not isinstance(o, Number)}
         out = [False] * len(self.nodes)
         for k in range(len(self.nodes) - 1, -1, -1):
@@ -139,7 +139,7 @@ class Pair:
 
 
 def pair(whole: Any, small: Any) -> Pair:
-    """Two jaxprs of one function side by side.
+    """Pair the equations of two jaxprs of one function.
 
     Raises:
         NotExactError: they differ in more than shapes and numbers.
@@ -211,7 +211,7 @@ def _kind(eqn: Any) -> tuple[str, int, int]:
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-    """All equations without bodies of their own, at any depth."""
+    """All equations at any depth; calls, loops and branches are replaced by their bodies."""
     for eqn in compat.body(jaxpr).eqns:
         bodies = list(bodies_in(eqn.params))
         if eqn.primitive.name in STRUCTURED and bodies:

@@ -1,7 +1,7 @@
-"""The step in microbatches: a loop over them that adds up, then the rest of the step.
+"""Rewrites a step into a loop over microbatches that accumulates, then the rest of the step.
 
-The loop takes example ``i * parts + j`` into microbatch j: each device then slices what it has,
-where contiguous microbatches would make XLA gather the batch. Sums are kept in float32 at least.
+Example ``i * parts + j`` goes into microbatch j. Each device then slices its own shard; contiguous
+microbatches would make XLA gather the batch. Sums are accumulated at least in float32.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ONE = (
     "do"
 )
 MOST_NAMED = 3
-"""Arrays of the state that a refusal names."""
+"""Most arrays of the state that an error message names."""
 
 
 def microbatched(
@@ -45,27 +45,28 @@ def microbatched(
     replicas: int = 1,
     statistics: str = WHOLE,
 ) -> Callable[..., Any]:
-    """A step that computes what ``function`` does, ``parts`` microbatches after each other.
+    """A step that computes what ``function`` does, in ``parts`` consecutive microbatches.
 
     Args:
         function: a step of pytrees of arrays.
         args: its arguments, or ShapeDtypeStructs.
-        parts: how many microbatches, 1 or more.
-        whole: the step's trace for ``args``, if it is known.
-        apart: whether what is added up is only joined behind the loop, and the loop holds nothing
-            together, so that its parts can be taken apart (``planner.stages``).
-        replicas: how many groups of examples are added up separately until the loop is done. With
-            each group on its own devices, gradients are reduced once instead of in every turn, and
-            with one microbatch once instead of in every turn of the step's own loops.
-        statistics: ``PER_MICROBATCH``: where examples depend on each other, each microbatch stands
-            for itself, see ``planner.microbatch.statistics.own``; else that is refused.
+        parts: number of microbatches, 1 or more.
+        whole: the step's trace for ``args``, if available.
+        apart: whether sums are only combined after the loop and the loop has no barriers, so that
+            its parts can be separated (``planner.stages``).
+        replicas: number of groups of examples that are accumulated separately until the loop ends.
+            If each group has its own devices, gradients are reduced once instead of in every
+            microbatch; with one microbatch, once instead of in every iteration of the step's loops.
+        statistics: with ``PER_MICROBATCH``, each microbatch has its own statistics if examples
+            depend on each other, see ``planner.microbatch.statistics.own``; otherwise such a step
+            is refused.
 
     Returns:
-        A function of the same arguments; other shapes are cut anew. Its attribute ``coupled`` has
-        the lines of the user's code where examples depend on each other.
+        A function of the same arguments, which is rewritten again for other shapes. Its attribute
+        ``coupled`` lists the lines of the user's code where examples depend on each other.
 
     Raises:
-        NotExactError: the results would not be equal, or that could not be proved.
+        NotExactError: the results would not be equal, or equality could not be proved.
         RequestError: no argument is a batch, or ``parts`` does not divide it.
     """
     if isinstance(parts, bool) or not isinstance(parts, int) or parts < 1:
@@ -113,7 +114,7 @@ def _rewritten(
     whole: Traced,
     places: Mapping[int, int],
 ) -> Cut:
-    """``places``: the inputs that hold examples, by position, and in which dimension."""
+    """``places``: the example dimension of each input that holds examples, by position."""
     size = _examples(whole, places)
     if size % shares.count:
         times = f" times replicas={shares.replicas}" if shares.replicas > 1 else ""
@@ -184,7 +185,7 @@ def with_examples(graph: Graph, places: Mapping[int, int], size: int) -> dict[in
 
 
 def _takes_own(whole: Traced, step: Pair, batch: Sequence[int], shares: Shares) -> bool:
-    """Whether microbatches of a step that couples examples can have statistics of their own."""
+    """Whether a step that couples examples can run with per-microbatch statistics."""
     try:
         classes = classify(step, batch, whole.jaxpr, exact=False)
         own_stats = own_statistics(step, classes, whole.graph, shares.count)
@@ -195,7 +196,7 @@ def _takes_own(whole: Traced, step: Pair, batch: Sequence[int], shares: Shares) 
 
 
 def _in_state(graph: Graph, size: int) -> str:
-    """Names the arrays of the state that have as many rows as the batch has examples."""
+    """Text that names arrays of the state with one row per example; empty if there are none."""
     rows = [graph.values[v] for v in graph.state]
     names = [v.name for v in rows if v.shape[:1] == (size,)][:MOST_NAMED]
     if not names:
@@ -207,8 +208,8 @@ def _in_state(graph: Graph, size: int) -> str:
 
 
 def example_places(whole: Traced) -> dict[int, int]:
-    """The arguments that have a row per example, by position, and in which dimension: what is fed,
-    and such state; raises RequestError where nothing is fed."""
+    """The example dimension of each argument with a row per example, by position. These are the
+    fed arguments, and state with examples. Raises RequestError if nothing is fed."""
     graph = whole.graph
     fed = [k for k, v in enumerate(graph.inputs) if graph.values[v].role is Role.BATCH]
     fed = [k for k in fed if graph.values[graph.inputs[k]].shape]
@@ -228,13 +229,13 @@ def example_places(whole: Traced) -> dict[int, int]:
 
 
 def batch_size(whole: Traced) -> int:
-    """How many examples a step takes; raises RequestError where no argument, or none alone, says
-    it."""
+    """Number of examples of a step; raises RequestError if no argument holds examples, or if the
+    arguments differ."""
     return _examples(whole, example_places(whole))
 
 
 def _examples(whole: Traced, places: Mapping[int, int]) -> int:
-    """How many examples arguments have; raises RequestError where they differ."""
+    """Number of examples of the arguments; raises RequestError if they differ."""
     graph = whole.graph
     sizes = {
         graph.input_paths[k]: graph.values[graph.inputs[k]].shape[d] for k, d in places.items()

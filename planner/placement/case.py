@@ -1,4 +1,4 @@
-"""What a placement is decided from: the places that are asked for, and the prices of servers."""
+"""The inputs of a placement decision: the requested places, and the cost of servers."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from planner.graph.trace import abstract
 from planner.request.parsed import Request
 
 SPMD, PS, WHOLE, AUTO = "spmd", "ps", "ps_whole", "auto"
-"""Where a parameter lies: sharded over the devices; on servers, by rows; on servers, pulled and
-pushed whole; one of the first two, by price."""
+"""Where a parameter is stored: sharded over the devices; on servers, by rows; on servers, pulled
+and pushed whole; the cheaper of the first two."""
 
 CALL_S = 2e-3
-"""Seconds of a call to the servers besides its bytes; a step makes two. Measured: of 1,500 calls to
-two Ray actors the fastest pull of one row took 2.0 ms and the fastest push 2.4 ms, on a 2-core host
-that was busy with other work (threads in place of actors: 0.2 and 0.6 ms); with nothing beside them
-the medians are 2.3 and 2.5 ms, and some 3 ms each in a run whose devices share the two cores."""
+"""Seconds of a call to the servers besides its bytes; a step makes two calls. Measured with 1,500
+calls to two Ray actors on a 2-core host that was busy with other work: the fastest pull of one row
+took 2.0 ms, the fastest push 2.4 ms (threads instead of actors: 0.2 and 0.6 ms). On an idle host
+the medians are 2.3 and 2.5 ms; about 3 ms each in a run whose devices share the two cores."""
 
 SERVER_BYTES_PER_S = 1.2e9
-"""Rate at which a server reads and writes rows: gathers them, copies them into messages and out of
-them, updates them. Measured on that host with two Ray actors, 7 and 27 MB a step, 64 and 256
-columns, with no, one and two arrays of optimizer state (``benchmarks/ps_placement.py --calls``):
-within 45 %, whether rows are many or wide."""
+"""Rate at which a server reads and writes rows: gathering, copying into and out of messages, and
+updating. Measured on the same host with two Ray actors, 7 and 27 MB per step, 64 and 256 columns,
+with zero, one and two arrays of optimizer state (``benchmarks/ps_placement.py --calls``): accurate
+within 45 %, for many rows and for wide rows."""
 
 
 Rules = tuple[tuple[str, str], ...]
@@ -40,7 +40,7 @@ def parse_placement(placement: str | Mapping[str, str]) -> Rules:
     """Rules from ``"auto"`` or ``{"regex over parameter path": place}``.
 
     Raises:
-        RequestError: an unknown place, or no regular expression.
+        RequestError: a place is unknown, or a pattern is not a regular expression.
     """
     if placement == AUTO:
         return (("", AUTO),)
@@ -64,7 +64,7 @@ def parse_placement(placement: str | Mapping[str, str]) -> Rules:
 
 
 def asked_places(rules: Rules, paths: Sequence[str]) -> dict[str, str]:
-    """What is asked for of every parameter: the first rule that matches; else SPMD.
+    """The requested place of every parameter: that of the first rule that matches, else SPMD.
 
     Raises:
         RequestError: a rule matches no path.
@@ -86,17 +86,17 @@ def asked_places(rules: Rules, paths: Sequence[str]) -> dict[str, str]:
 
 
 def served_seconds(cluster: Cluster, nbytes: float, moments: int) -> float:
-    """Seconds a step of having ``nbytes`` of values on servers; none of them hides.
+    """Seconds per step of keeping ``nbytes`` of values on servers, without any overlap.
 
-    The values cross the host's link to the device and their gradients come back; between hosts both
-    cross the network, on one host its memory once more, which is taken to be as fast as the link to
-    the device (``[host]`` in the catalog). The server reads the gradient, and reads and writes
-    values and ``moments`` arrays of optimizer state of their size, at ``SERVER_BYTES_PER_S``; two
-    calls cost ``CALL_S`` besides their bytes.
+    The values cross the link from host to device, and their gradients come back. Between hosts,
+    both also cross the network. On one host, both also cross its memory, which is assumed to be as
+    fast as the link to the device (``[host]`` in the catalog). The server reads the gradient, and
+    reads and writes the values and ``moments`` arrays of optimizer state of the same size, at
+    ``SERVER_BYTES_PER_S``. Each of the two calls costs ``CALL_S`` besides its bytes.
 
     Args:
         cluster: the devices, their host link and their network.
-        nbytes: of the values that one step reads.
+        nbytes: bytes of the values that one step reads.
         moments: arrays of optimizer state per parameter.
     """
     host = cluster.host
@@ -111,17 +111,17 @@ def served_seconds(cluster: Cluster, nbytes: float, moments: int) -> float:
 
 @dataclass(frozen=True)
 class Case:
-    """What a placement is decided from; all but ``shapes`` by path.
+    """The inputs of a placement decision; the mappings are keyed by path.
 
     Attributes:
-        cluster: that the step runs on.
-        shapes: of the parameters, a pytree.
-        leaves: the same by path.
-        asked: where each parameter is asked to be.
-        counts: of tables, rows that a batch asks for.
-        sought: of tables, bytes of those.
-        moments: optimizer moments of each parameter.
-        price: of tables, seconds that the servers take for ``sought``.
+        cluster: the cluster that the step runs on.
+        shapes: shapes of the parameters, a pytree.
+        leaves: the same, by path.
+        asked: requested place of each parameter.
+        counts: number of rows of each table that a batch reads.
+        sought: bytes of those rows, for each table.
+        moments: number of optimizer moments of each parameter.
+        price: seconds per step on servers for ``sought``, for each table.
     """
 
     cluster: Cluster
@@ -135,7 +135,7 @@ class Case:
 
     @property
     def whole(self) -> frozenset[str]:
-        """Parameters that are asked to be on servers as a whole."""
+        """Parameters that are requested on servers as a whole."""
         return frozenset(p for p, where in self.asked.items() if where == WHOLE)
 
 
@@ -147,10 +147,10 @@ def case_of(
     request: Request,
     asked_for: Mapping[str, int] | None,
 ) -> Case:
-    """What the placement of ``lookups`` is decided from; arguments as for ``place_and_plan``.
+    """The inputs of the placement decision for ``lookups``; arguments as for ``place_and_plan``.
 
     Raises:
-        RequestError: a table is asked to be on servers by rows and can't be; says why.
+        RequestError: a table is requested on servers by rows and can't be served; says why.
     """
     (shapes,) = abstract((params,))
     named, _ = jax.tree_util.tree_flatten_with_path(shapes)
@@ -175,13 +175,13 @@ def _check_tables(places: Mapping[str, str], lookups: LookUps) -> None:
 
 
 def moments_of(optimizer: Any, params: Any) -> dict[str, int]:
-    """Arrays of optimizer state in the shape of each parameter, by its path.
+    """Number of optimizer state arrays in the shape of each parameter, by its path.
 
-    The state repeats the tree of the parameters, behind names of its own: an array of it belongs to
-    the parameter with the longest path in which its own ends.
+    The state repeats the tree of the parameters under additional prefixes. An array of the state
+    belongs to the parameter with the longest path that the path of the array ends with.
 
     Raises:
-        ModelError: the optimizer does not take the parameters.
+        ModelError: the optimizer's ``init`` fails on the parameters.
     """
     try:
         state = jax.eval_shape(optimizer.init, params)

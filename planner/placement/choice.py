@@ -1,8 +1,8 @@
-"""Which parameters lie on parameter servers, and which under SPMD: asked for, or by price.
+"""Decides which parameters are on parameter servers and which under SPMD, by request or by cost.
 
-A table's price under SPMD is what the step's plan costs more with it than without it: gradients
-summed over all its rows, the optimizer's pass over them, collectives. Its price on servers is the
-rows that a batch asks for, there and back, and their update. Both come from the same catalog.
+The cost of a table under SPMD is the time that it adds to the step's plan: gradients summed over
+all its rows, the optimizer's pass over them, collectives. Its cost on servers is the transfer of
+the rows that a batch reads, in both directions, and their update. Both use the same catalog.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from planner.spec import REWRITINGS
 
 @dataclass(frozen=True)
 class Placed:
-    """Where one parameter lies, and why.
+    """Where one parameter is stored, and why.
 
     Attributes:
-        path: of the parameter.
+        path: path of the parameter.
         place: ``"spmd"``, ``"ps"`` or ``"ps_whole"``.
-        nbytes: of all of it.
-        rows: how many rows a batch asks for; 0 if it is not served by rows.
-        row_bytes: of those rows.
-        served_s: predicted seconds a step of having it on servers.
-        spmd_s: predicted seconds a step that the plan takes longer with it under SPMD, infinite if
-            none fits; below zero if it takes less; None where nobody asked.
-        reason: in words.
+        nbytes: bytes of the whole parameter.
+        rows: number of rows that a batch reads; 0 if it is not served by rows.
+        row_bytes: bytes of those rows; for ``"ps_whole"``, of the whole parameter.
+        served_s: predicted seconds per step of keeping it on servers.
+        spmd_s: predicted seconds per step that it adds to the plan under SPMD. Infinite if no plan
+            fits, negative if the plan gets faster, None if this was not compared.
+        reason: why, in words.
     """
 
     path: str
@@ -74,18 +74,18 @@ class Placed:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the parameters lie.
+    """Where the parameters are stored.
 
     Attributes:
-        leaves: those that lie on servers, or might have.
-        plan: of the step with the others under SPMD; its notes say where the former lie.
+        leaves: the parameters that are on servers, or could have been.
+        plan: plan of the step of the parameters under SPMD; its notes list ``leaves``.
     """
 
     leaves: tuple[Placed, ...]
     plan: Plan
 
     def at(self, place: str) -> frozenset[str]:
-        """Paths of the parameters that lie there."""
+        """Paths of the parameters in ``leaves`` with this place."""
         return frozenset(x.path for x in self.leaves if x.place == place)
 
     def __str__(self) -> str:
@@ -97,7 +97,7 @@ OF_ONE_STEP = ("dump_problem", "confirm", *REWRITINGS)
 
 
 def placement_request(cluster: str | Cluster, door: str, options: Mapping[str, Any]) -> Request:
-    """The request of a door that places parameters.
+    """The request of an entry point, ``door``, that places parameters.
 
     Raises:
         RequestError: as ``parse_request``; or one of ``OF_ONE_STEP``: several steps are planned, so
@@ -123,12 +123,12 @@ def make_placement(
     placement: str | Mapping[str, str] = AUTO,
     **options: Unpack[Options],
 ) -> Placement:
-    """Say where the parameters of ``loss(params, *batch)`` would lie; starts no backend.
+    """Decide where the parameters of ``loss(params, *batch)`` are stored; starts no backend.
 
     Args:
-        loss: a scalar.
-        params, batch: arrays or ShapeDtypeStructs. What rows a batch asks for is not looked at:
-            every look-up counts as another row.
+        loss: a function that returns a scalar.
+        params, batch: arrays or ShapeDtypeStructs. The indices in the batch are not read: every
+            look-up counts as another row.
         optimizer: an optax transformation.
         cluster: as for ``make_plan``.
         placement: as for ``executor.parameter_server.hybrid``.
@@ -136,8 +136,9 @@ def make_placement(
 
     Raises:
         ModelError: the loss failed while traced.
-        RequestError: the loss is no scalar; a table is asked to be on servers by rows and can't
-            be, says why; or the optimizer looks at what is asked to be there (``check_across``).
+        RequestError: the loss is not a scalar; a table is requested on servers by rows and can't
+            be served, says why; or the optimizer's update of another parameter depends on those
+            requested on servers (``check_across``).
         MemoryLimitError: no plan fits.
     """
     request = placement_request(cluster, "make_placement", options)
@@ -156,26 +157,27 @@ def place_and_plan(
     asked_for: Mapping[str, int] | None = None,
     sizes: Mapping[str, int] | None = None,
 ) -> tuple[Placement, Planned, CapturedCall]:
-    """Decide where every parameter lies, and plan the step of those under SPMD.
+    """Decide where every parameter is stored, and plan the step of those under SPMD.
 
-    Tables that are left to the planner are looked at one by one, the largest first, and go to the
-    servers where that is cheaper than what the plan costs more with them.
+    Tables that are left to the planner are tried one by one, the largest first. A table goes to the
+    servers if that costs less than the table adds to the plan.
 
     Args:
-        lookups: of the loss.
+        lookups: look-ups of the loss.
         params, batch: its arguments, arrays or ShapeDtypeStructs.
-        optimizer: an optax transformation, for what stays here.
+        optimizer: an optax transformation, for the parameters under SPMD.
         placement: as for ``parse_placement``.
-        request: the cluster, and what else is asked of the plan.
-        asked_for: rows that a batch asks for, by path; None takes the most that it could.
-        sizes: rows that the step has room for, by path; None takes ``asked_for``.
+        request: the cluster, and the other options of the plan.
+        asked_for: number of rows that a batch reads, by path; None takes the maximum.
+        sizes: number of rows that the step has room for, by path; None takes ``asked_for``.
 
     Returns:
-        The placement; the step of what is under SPMD as it was planned; and that step.
+        The placement; the planned step of the parameters under SPMD; and that step.
 
     Raises:
-        RequestError: the loss is no scalar; a table is asked to be on servers by rows and can't
-            be, says why; or the optimizer looks at what is asked to be there (``check_across``).
+        RequestError: the loss is not a scalar; a table is requested on servers by rows and can't
+            be served, says why; or the optimizer's update of another parameter depends on those
+            requested on servers (``check_across``).
         MemoryLimitError: no plan fits.
     """
     check_scalar(lookups)
@@ -219,7 +221,7 @@ def _placed(
 ) -> Iterator[Placed]:
     """The rows of the report: parameters on servers, and tables that could have been there.
 
-    ``rows``: on servers by rows; ``spmd``: what a table costs under SPMD, where that was planned;
+    ``rows``: paths on servers by rows; ``spmd``: cost of a table under SPMD, if it was planned;
     ``tied``: why a table can't be served.
     """
     for path, leaf in case.leaves.items():
@@ -251,8 +253,8 @@ def plan_hybrid(
     request: Request,
     plan: Plan | None = None,
 ) -> tuple[Traced, Plan]:
-    """The step of a placement with room for ``sizes`` rows of each table: traced, and planned
-    unless it has a ``plan``."""
+    """Trace the step of a placement with room for ``sizes`` rows of each table, and plan it unless
+    ``plan`` is given."""
     begun = time.perf_counter()
     step = _step(lookups, split, optimizer, shapes, sizes, batch)
     traced = trace(step.function, step.args)
@@ -281,7 +283,7 @@ def _planned(
 
 
 def _tried(planned: Callable[[frozenset[str]], Planned], rows: frozenset[str]) -> tuple[Any, float]:
-    """What was planned and its seconds a step; None if nothing fits."""
+    """The planned step and its seconds; None and infinity if nothing fits."""
     try:
         candidate = planned(rows)
     except MemoryLimitError:
@@ -290,7 +292,7 @@ def _tried(planned: Callable[[frozenset[str]], Planned], rows: frozenset[str]) -
 
 
 def _by_size(tables: Iterable[LookupTable]) -> list[str]:
-    """Paths of the tables that are worth a look, the largest first."""
+    """Paths of the tables of at least ``WORTH`` bytes, the largest first."""
     large = [t for t in tables if t.rows * t.row_bytes >= WORTH]
     return [t.path for t in sorted(large, key=lambda t: (-t.rows * t.row_bytes, t.path))]
 

@@ -1,4 +1,4 @@
-"""Where parameters lie, as text for people and as plain data. No jax."""
+"""The placement of parameters as a text report and as plain data. No jax."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def placement_parts(
     """The parts of the report.
 
     Args:
-        placement: of the parameters that it names.
+        placement: the placement to report.
         others: the parameters that it does not name, all under SPMD: (path, bytes).
     """
     served = sum(leaf.place != SPMD for leaf in placement.leaves)
@@ -46,15 +46,15 @@ def placement_parts(
 
 
 def placement_json(placement: Placement, plan: Plan) -> str:
-    """A JSON object of ``placement``, a list of objects with the fields of ``Placed``, and
-    ``plan``; what is infinite or was not asked for is null."""
+    """A JSON object with ``placement``, a list of objects with the fields of ``Placed``, and
+    ``plan``. Fields of ``Placed`` that are infinite or None are null."""
     entries = ",\n".join(f"  {json.dumps(_plain(leaf))}" for leaf in placement.leaves)
     listed = f"[\n{entries}\n]" if entries else "[]"
     return f'{{"placement": {listed},\n"plan": {plan.to_json().strip()}}}\n'
 
 
 def without_placement(plan: Plan, placement: Placement) -> Plan:
-    """The plan without the notes that say what ``placement_parts`` does."""
+    """The plan without the notes that repeat ``placement_parts``."""
     said = set(map(str, placement.leaves))
     return dataclasses.replace(plan, notes=tuple(n for n in plan.notes if n not in said))
 

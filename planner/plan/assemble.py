@@ -1,4 +1,4 @@
-"""What was chosen -> a Plan."""
+"""Assembles a Plan from the chosen mesh and strategies."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def assembled(
 
     Args:
         quotient: the step and its classes.
-        pins: what was given.
+        pins: the pins of the step.
         whole: pricing and choice of the whole step; ``best`` is the same on the classes.
-        tried: all meshes, ``best`` among them.
-        request: what was asked for.
+        tried: all meshes, including ``best``.
+        request: the request.
         fallbacks: a line for each operation without a rule.
         begun: when planning began (``time.perf_counter``).
     """
@@ -80,7 +80,7 @@ def assembled(
 
 
 def _names_are_ours(request: Request) -> bool:
-    """Whether the mesh axes have names that nobody gave or asked for."""
+    """Whether the planner, not the user, names the mesh axes."""
     return request.mesh is None and request.mode == "AUTO_PARALLEL" and request.state.zero is None
 
 
@@ -142,7 +142,7 @@ def _plan(
 
 
 def _lowering(graph: Graph, cluster: Cluster) -> Lowering:
-    """The default lowering; a ``shard_map`` needs the axes of its mesh as they are."""
+    """The default lowering; with a ``shard_map``, its mesh axes stay as they are."""
     how = default_lowering(cluster)
     return on_named_axes(how) if any(op.kind == REGION for op in graph.ops) else how
 
@@ -150,7 +150,7 @@ def _lowering(graph: Graph, cluster: Cluster) -> Lowering:
 def _mesh_row(
     priced: Priced, solution: Solution, best: Solution, mesh: MeshSpec, names: bool
 ) -> MeshRow:
-    """What is known of a mesh; its axes have names where the user gave them, or a plan has."""
+    """The row of a mesh. Its axes have names if the user gave them, or if the plan uses it."""
     known, peak = math.isfinite(solution.cost_s), solution.peak_bytes
     first = bool(solution.choice) and not solution.feasible and solution.reason == SCOUTED
     if first and best.feasible and solution.lower_bound_s >= best.cost_s:
@@ -178,7 +178,7 @@ def _mesh_row(
 
 
 def _stage_notes(mesh: MeshSpec, roles: Roles) -> tuple[str, ...]:
-    """A line on an axis that is called as those of pipelines, and is none."""
+    """A note if an axis has the name of pipeline stages but another role."""
     if STAGE not in mesh.names or mesh.size(STAGE) == 1:
         return ()
     role = roles.of[mesh.names.index(STAGE)]
@@ -192,13 +192,13 @@ def _stage_notes(mesh: MeshSpec, roles: Roles) -> tuple[str, ...]:
 
 
 def _left_out(mesh: MeshSpec) -> tuple[str, ...]:
-    """A line on axes that the user's mesh has and the plan's has not."""
+    """A note on axes of the user's mesh that the plan's mesh leaves out."""
     axes = ", ".join(mesh.ones)
     return (f"mesh axes of one device are left out: {axes}",) if axes else ()
 
 
 def _apart_note(apart: int, kinds: int) -> tuple[str, ...]:
-    """A line when equal parts of the step were not given equal plans."""
+    """A note if equal parts of the step have different plans."""
     if not apart:
         return ()
     return (
@@ -208,13 +208,13 @@ def _apart_note(apart: int, kinds: int) -> tuple[str, ...]:
 
 
 OVER = "as it runs the plan takes"
-"""In the note of a plan that passes its memory."""
+"""Text in the note of a plan that exceeds its memory."""
 NOT_SPLIT = "not split over"
-"""In a note: what a mode could not do."""
+"""Text in the note on a batch that a mode could not split."""
 
 
 def _whole_batch_notes(quotient: Quotient, request: Request, mesh: MeshSpec) -> tuple[str, ...]:
-    """What a mode that splits the batch could not split, as the devices do not divide it."""
+    """A note if a mode splits the batch, but there is none or the devices do not divide it."""
     if request.mode not in SPLITS and not request.tensor:
         return ()
     axes = data_axes(mesh)
@@ -244,13 +244,13 @@ def _whole_batch_notes(quotient: Quotient, request: Request, mesh: MeshSpec) -> 
 
 
 MOST = 0.9
-"""Share of the parameters' bytes below which a mode that splits them says how many are split."""
+"""If a mode splits less than this share of the parameters' bytes, a note says how much is split."""
 
 
 def _state_notes(
     extraction: Extraction, inputs: Sequence[Leaf], request: Request, pinned: frozenset[int]
 ) -> tuple[str, ...]:
-    """What is not as FSDP or ZeRO say: state that every device holds whole."""
+    """A note on state that is replicated although the mode is FSDP or a ZeRO level."""
     graph, mesh = extraction.graph, extraction.priced.mesh
     level, axes = request.state.zero, set(data_axes(mesh))
     if not level or math.prod(mesh.size(name) for name in axes) == 1:
@@ -280,7 +280,7 @@ def _state_notes(
 def _tensor_notes(
     extraction: Extraction, inputs: Sequence[Leaf], request: Request
 ) -> tuple[str, ...]:
-    """What is not as a mode with tensor parallelism says: matrices that are not split."""
+    """A note on parameters that are not split although the mode has tensor parallelism."""
     graph, axis = extraction.graph, request.tensor
     if not axis or extraction.priced.mesh.size(axis) == 1:
         return ()
@@ -303,7 +303,7 @@ def _flops_once(op: Op) -> float:
 
 
 def _ragged_notes(graph: Graph, cluster: Cluster) -> tuple[str, ...]:
-    """What compilers make of products of groups of rows (docs/explanation/compute.md)."""
+    """Notes on how compilers lower grouped products (docs/explanation/compute.md)."""
     tpu = cluster.device.fuses_operands
     what = "gradients of ragged_dot" if tpu else "ragged_dot"
     rows = [op for op in graph.ops if op.kind in RAGGED]
@@ -327,7 +327,7 @@ def _ragged_notes(graph: Graph, cluster: Cluster) -> tuple[str, ...]:
 
 
 BLOCKS_SHOWN = 3
-"""Runs of equal blocks that a plan's notes list, the longest."""
+"""A plan's notes list this many runs of equal blocks, the longest ones."""
 
 
 def _notes(graph: Graph) -> tuple[str, ...]:
@@ -353,6 +353,6 @@ def _notes(graph: Graph) -> tuple[str, ...]:
 
 
 def _line_of(graph: Graph, region: int) -> str:
-    """The first line of a region's operations."""
+    """The first source line among the operations of a region."""
     lines = (op.source for op in graph.ops if op.region == region and op.source)
     return next(lines, f"region {region}, no line")

@@ -1,4 +1,4 @@
-"""(Priced, Solution) -> the contents of a Plan."""
+"""Extracts the contents of a Plan from a priced mesh and the chosen strategies."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ ACTIVATIONS_SHOWN = 12
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A collective: one step of how a value changes hands, ``count`` times a step.
+    """A collective that the plan causes, run ``count`` times per train step.
 
-    It happens ``before`` operation ``op``, which reads the value so, or after it; ``place``:
-    how much of it hides.
+    It runs ``before`` operation ``op``, which reads its result, or after it. ``place`` determines
+    how much of it overlaps with compute.
     """
 
     step: ReshardStep
@@ -55,7 +55,7 @@ class Sent:
 
 @dataclass
 class Extraction:
-    """Decides shardings of values from one strategy per group."""
+    """Derives the shardings of values from one strategy per group."""
 
     priced: Priced
     choice: Sequence[int]
@@ -135,7 +135,7 @@ class Extraction:
         return tuple(inputs), tuple(outputs)
 
     def on_host(self) -> list[int]:
-        """The inputs that are kept in host memory."""
+        """The inputs that are stored in host memory."""
         priced, home = self.priced, self.priced.analysis.groups.home
         return [
             v
@@ -146,7 +146,7 @@ class Extraction:
         ]
 
     def decisions(self) -> tuple[DecisionRow, ...]:
-        """What is decided about results of operations besides their shardings."""
+        """Decisions about results of operations besides their shardings."""
         priced, graph, home = self.priced, self.graph, self.priced.analysis.groups.home
         out = []
         for name, values in priced.analysis.scheduled.chosen.items():
@@ -191,7 +191,7 @@ class Extraction:
         nbytes: float,
         combined: bool = False,
     ) -> tuple[ReshardStep, ...]:
-        """``reshard_steps`` on the plan's mesh, each told once."""
+        """``reshard_steps`` on the plan's mesh, cached."""
         key = (src, dst, rank, nbytes, combined)
         known = self.known.get(key)
         if known is None:
@@ -200,7 +200,7 @@ class Extraction:
         return known
 
     def _shift(self, axes: tuple[int, ...], nbytes: float) -> ReshardStep:
-        """Rows to the neighbors along some axes."""
+        """A collective permute of rows to the neighbors along some axes."""
         model = self.priced.model
         alpha, beta = model.collective_coefficients("permute", self.priced.mesh.sizes, axes)
         return ReshardStep("permute", axes, nbytes, alpha + beta * nbytes)
@@ -214,8 +214,8 @@ class Extraction:
 
     @cached_property
     def weights(self) -> tuple[float, ...]:
-        """Per link, how often its value is sent in a step: of a sum's addends that are reduced
-        alike, only the last one."""
+        """Per link, how often its value is sent in a step. If several addends of a sum are reduced
+        in the same way, only the last one is sent."""
         out, seen = [], set()
         for link in reversed(self.priced.analysis.groups.links):
             alike = (link.sum, *self.link_digits(link))
@@ -313,15 +313,15 @@ class Extraction:
         return tuple(seen.values())
 
     def host_bytes(self) -> float:
-        """Bytes per device in host memory, at most: arrays of the state, and what waits there for
-        the backward pass where the room of hosts is known."""
+        """Most bytes per device in host memory: arrays of the state, and, if the size of host
+        memory is known, values that wait there for the backward pass."""
         state = sum(x.nbytes_per_device for x in self.leaves()[0] if x.memory != DEVICE)
         peaks = pool_peaks(self.priced.problem, self.choice)
         return max(float(state), peaks.get(Memory.HOST.value, 0.0))
 
     def prediction(self, limit_bytes: float) -> Prediction:
-        """Predicted step time and peak memory of the chosen strategies; the start of the step is in
-        its compute."""
+        """Predicted step time and peak memory of the chosen strategies; compute includes the start
+        of the step."""
         priced = self.priced
         pricer = Pricer(priced.analysis, priced.mesh, priced.model)
         compute = host = feed = 0.0

@@ -1,8 +1,8 @@
 """The Plan: plain, printable, diffable JSON. No jax.
 
-Everything in a plan is decided by the step, the shapes, the cluster and the request, so
-every host that computes it gets the same text. Wall times are kept apart (``planning_s``
-is not saved and does not count for equality).
+The step, the shapes, the cluster and the request determine everything in a plan, so every host
+computes the same text. Wall times are excluded (``planning_s`` is not saved and does not count for
+equality).
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ FORMAT = "meshwright-plan-1"
 LARGEST = 256 * MIB
 """Bytes of the largest plan file that is read."""
 LARGE = "of memory"
-"""How the line of an operation ends that no rule splits and that takes much memory."""
+"""End of the line on an operation without a sharding rule that takes much memory."""
 EQUAL_BLOCKS = "equal blocks"
-"""In a note: which operations repeat, a detail that summaries leave out."""
+"""Text in a note on repeated operations, a detail that summaries leave out."""
 LITERAL = "literal"
 """The dtype that a plan writes for a result that is a constant of the program."""
 
@@ -73,57 +73,57 @@ class Plan:
     op_inputs: tuple[tuple[int, ...], ...]
     pins: tuple[PinRow, ...] = ()
     strategy: str = ""
-    """What the plan does, in the field's words; empty in plans of older versions."""
+    """The kinds of parallelism, in standard terms; empty in plans of older versions."""
     idle: str = ""
-    """Says so where devices repeat each other's work."""
+    """A text if devices repeat each other's work; empty otherwise."""
     lowering: Lowering = PLAIN
-    """How its shardings are said to the compiler."""
+    """How its shardings are passed to the compiler."""
     confirmed: Confirmation | None = None
-    """What the compiler said of it; None where it was not asked."""
+    """The compiled candidates of the plan; None without ``confirm=``."""
     compiler_options: tuple[tuple[str, str], ...] = ()
-    """What the compiler is asked for, names and values."""
+    """XLA options, names and values."""
     decisions: tuple[DecisionRow, ...] = ()
     apart: tuple[int, ...] = ()
-    """Products whose result is kept apart from the update that reads it. Left out of the JSON where
-    there are none, as the three above."""
+    """Products that are not fused with the update that reads their result. Left out of the JSON if
+    there are none, like the three above."""
     microbatches: int = 1
     """Parts of the batch that run one after the other; left out of the JSON where it is 1."""
     replicas: int = 1
-    """Groups of examples whose gradients are joined behind the last microbatch; left out of the
+    """Groups of examples whose gradients are combined after the last microbatch; left out of the
     JSON where it is 1."""
     pad_batch: int = 0
-    """Examples that the batch is padded to; left out of the JSON where it is not."""
+    """Number of examples that the batch is padded to; left out of the JSON if it is not padded."""
     examples: int = 0
-    """Examples that the batch has without padding; left out of the JSON where it is not padded."""
+    """Number of examples of the batch without padding; left out of the JSON if it is not padded."""
     statistics: str = WHOLE
-    """Whose the values are that examples make together: ``planner.spec.Recipe``."""
+    """Whether statistics are those of the batch or of each microbatch: ``planner.spec.Recipe``."""
     coupled: tuple[str, ...] = ()
-    """Where they are those of each microbatch: lines of the user's code. Both are left out where
-    they are the whole batch's."""
+    """Lines of the user's code with per-microbatch statistics. Both are left out if statistics are
+    those of the whole batch."""
     remat: str = "none"
-    """The policy of what is computed again in the backward pass (``planner.remat.policy``)."""
+    """The rematerialization policy (``planner.remat.policy``)."""
     recomputed: tuple[str, ...] = ()
-    """What that is, a line for each kind of block. Both are left out where there is nothing."""
+    """What is rematerialized, one line per kind of block. Both are left out if nothing is."""
     chunks: int = 1
     """Parts of the rows of large products that are computed one after the other."""
     chunked: tuple[str, ...] = ()
-    """Which products, a line for each. Both are left out where there are none."""
+    """These products, one line each. Both are left out if there are none."""
     stages: int = 1
     """Pipeline stages, the size of the mesh axis ``stage``."""
     staged: tuple[str, ...] = ()
-    """What a stage is. Both are left out where there are none."""
+    """What the stages contain. Both are left out if there are none."""
     schedule: str = ""
-    """The order of the passes of stages that are programs of their own; left out where all stages
-    are one program."""
+    """The order of the passes of stages that are separate programs; left out if all stages are one
+    program."""
     cuts: tuple[int, ...] = ()
-    """Of such stages, the operation that each one's forward pass begins with."""
+    """The first operation of the forward pass of each of these stages."""
     order: tuple[str, ...] = ()
-    """Where ``schedule`` is the user's own: per group of devices, its passes in order."""
+    """For a user-defined ``schedule``: the passes of each group of devices, in order."""
     compute: tuple[ComputeRow, ...] = ()
-    """The lines that take longest to compute; left out where stages are programs of their own."""
+    """The lines that take longest to compute; left out if stages are separate programs."""
     planning_s: float = field(default=0.0, compare=False)
     device: str = field(default="", compare=False)
-    """Kind of device, where the plan was made and not read: as ``planning_s`` it is not saved."""
+    """Kind of device if the plan was computed, not loaded; like ``planning_s``, it is not saved."""
 
     @property
     def recipe(self) -> Recipe:
@@ -138,13 +138,13 @@ class Plan:
 
     @property
     def canonical_digest(self) -> str:
-        """SHA-256 of what a review is about (``planner.plan.canonical``): plans with the same one
-        differ at most in files and lines, and in what was tried."""
+        """SHA-256 of the parts that a review covers (``planner.plan.canonical``). Plans with equal
+        digests differ at most in files and lines, and in what was tried."""
         text = json.dumps(canonical(self._body()), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
     def to_json(self, *, folded: bool = False) -> str:
-        """The plan as JSON text, one item of each list a line, so that it diffs well.
+        """The plan as JSON text with one list item per line, so that it diffs well.
 
         Args:
             folded: whether equal layers are written once, as in files (``save``).
@@ -155,7 +155,8 @@ class Plan:
         return {f.name: plain(getattr(self, f.name)) for f in dataclasses.fields(self) if f.compare}
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the JSON atomically, equal layers once: the file is whole or not there."""
+        """Write the JSON atomically: the file is complete or absent. Equal layers are written
+        once."""
         write_whole(Path(path), self.to_json(folded=True))
 
     def as_partition_specs(self, *args: Any) -> Any:
@@ -165,7 +166,8 @@ class Plan:
             *args: the step's arguments (arrays or ShapeDtypeStructs), or nothing.
 
         Returns:
-            With arguments a tuple like them, a spec for every array; else a dict by path.
+            With arguments, a tuple of their structure with a spec for every array; else a dict by
+            path.
 
         Raises:
             PlanMismatchError: the plan is for other arguments.
@@ -190,13 +192,14 @@ class Plan:
         return one_line(self)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """The HTML that a notebook shows."""
         from planner.html.card import card
 
         return card(self)
 
     def check_matches(self, graph: Graph) -> None:
-        """Raise PlanMismatchError, naming the first difference, unless made for ``graph``."""
+        """Raise PlanMismatchError, which names the first difference, unless the plan is for
+        ``graph``."""
         inputs = [
             (p, graph.values[v]) for p, v in zip(graph.input_paths, graph.inputs, strict=True)
         ]
@@ -236,7 +239,7 @@ class Plan:
         self._check_results(graph)
 
     def _check_results(self, graph: Graph) -> None:
-        """As ``check_matches``, for the results and the places of constraints."""
+        """Like ``check_matches``, for the results and the places of constraints."""
         got = [
             (path, (), LITERAL)
             if v == SCALAR

@@ -1,21 +1,23 @@
-"""What each mesh axis does, read off a plan: the field's names for it, and one line in its words.
+"""Derives the role of each mesh axis from a plan, and the plan's strategy as one line.
 
-The role of an axis is what it splits in the matrix products and convolutions of the step, weighed
-by their flop. Of a product of an activation and a parameter (or a value made of parameters alone):
+The role of an axis is what it splits in the matrix products and convolutions of the step, weighted
+by their FLOPs. In a product of an activation and a parameter (or a value computed from parameters
+alone):
 
 =============================================  =========
 an axis that splits                            has role
 =============================================  =========
 the first dimension of the activation          data
-another one of it that the parameter lacks     seq
+another dimension that the parameter lacks     seq
 a dimension of the parameter, summed or not    model
 a dimension of both operands and the result    expert
-the same, of the axis of pipeline stages       stage
+the same, if it is the axis of stages          stage
 =============================================  =========
 
-Of the activation's dimensions, those count that the parameter lacks. An axis with the role
-``data`` or ``seq`` over which at least half of the bytes of the parameters are stored split is
-``fsdp``: such a product needs them whole along it. Without such products the arguments decide.
+Only those dimensions of the activation count that the parameter lacks. An axis with the role
+``data`` or ``seq`` becomes ``fsdp`` if at least half of the bytes of the parameters are stored
+sharded over it: such a product needs them whole along it. Without such products, the shardings of
+the arguments determine the role.
 """
 
 from __future__ import annotations
@@ -36,16 +38,16 @@ from planner.spec import STAGE, MeshSpec
 from planner.step.feeding import batch_of, fed_inputs
 
 HALF = 0.5
-"""Share of the bytes of parameters, or of optimizer state, from which an axis splits them."""
+"""Least share of the bytes of parameters, or of optimizer state, that an axis splits to count."""
 SMALL = 0.03
-"""Share of the bytes of the batch's largest array under which another one is small."""
+"""An array of the batch is small below this share of the bytes of the largest one."""
 
 
 @dataclass(frozen=True)
 class Roles:
-    """Per mesh axis its role, and over which axes optimizer state alone is split (ZeRO-1);
-    ``batch``: into how many pieces the batch is cut, ``examples``: into how many of these along its
-    first dimension; ``rest``: into how many its small arrays are cut at least."""
+    """The role of each mesh axis, and ``zero``, the axes that shard optimizer state alone (ZeRO-1).
+    ``batch``: number of shards of the batch; ``examples``: number of these along examples;
+    ``rest``: least number of shards of its small arrays."""
 
     of: tuple[str, ...]
     zero: frozenset[int]
@@ -98,7 +100,7 @@ def renamed(mesh: MeshSpec, roles: Roles, named: frozenset[str]) -> MeshSpec:
 
 
 def strategy_text(sizes: Sequence[int], roles: Roles) -> str:
-    """The plan's strategy in the field's words, as ``FSDP over 16 x tensor parallel over 4; batch
+    """The plan's strategy in standard terms, such as ``FSDP over 16 x tensor parallel over 4; batch
     split 64 ways``."""
     if math.prod(sizes) == 1:
         return "one device"
@@ -131,7 +133,7 @@ def with_names(plan: Extraction, mesh: MeshSpec) -> Extraction:
 
 
 def _votes(plan: Extraction, inner: Mapping[int, int]) -> list[dict[str, float]]:
-    """Per axis, the flop of products that it splits in each role; ``inner``: ``example_dims``."""
+    """Per axis, the FLOPs of products that it splits, by role; ``inner``: ``example_dims``."""
     graph, groups = plan.graph, plan.priced.analysis.groups
     light, places = _weights(graph), None
     if inner:
@@ -159,7 +161,7 @@ def _votes(plan: Extraction, inner: Mapping[int, int]) -> list[dict[str, float]]
                 first = rows[:1] == [factor] if places is None else (group, factor) in places
                 role = DATA if first else SEQ
             else:
-                apart = factor in acts and factor in outs[0]  # each has weights of its own
+                apart = factor in acts and factor in outs[0]  # a batch dimension, as of experts
                 channels = op.kind == "conv_general_dilated"  # of a depthwise convolution
                 role = EXPERT if apart and not channels else MODEL
             votes[k][role] = votes[k].get(role, 0.0) + flops
@@ -167,9 +169,8 @@ def _votes(plan: Extraction, inner: Mapping[int, int]) -> list[dict[str, float]]
 
 
 def _batch(graph: Graph) -> tuple[int, ...]:
-    """The inputs that are new at every step, or the rows that a step samples. In a step without
-    state, or one that returns nothing but what looks like it, those that stand on the left of a
-    product."""
+    """The inputs that are new in every step, or the rows that a step samples. In a step without
+    state, or one whose results all look like state, the left operands of products."""
     fed = fed_inputs(graph)
     if fed and len(graph.state) < len(graph.outputs):
         return fed
@@ -180,8 +181,8 @@ def _batch(graph: Graph) -> tuple[int, ...]:
 
 
 def _weights(graph: Graph) -> list[bool]:
-    """Per value, whether it is made of parameters, and besides of nothing but constants, positions
-    and random numbers."""
+    """Per value, whether it is computed from parameters, and otherwise only from constants,
+    positions and random numbers."""
     fed = {*_batch(graph), *(v for v in graph.state if graph.values[v].role is Role.EXAMPLES)}
     out, plain = [False] * len(graph.values), [True] * len(graph.values)
     for value in graph.inputs:
@@ -196,7 +197,7 @@ def _weights(graph: Graph) -> list[bool]:
 
 
 def _cuts(plan: Extraction, values: Sequence[int], axis: int, inner: Mapping[int, int]) -> str:
-    """What an axis cuts of some arguments: examples, other dimensions, or nothing."""
+    """What an axis splits in some arguments: examples, other dimensions, or nothing."""
     name, cut = plan.priced.mesh.names[axis], ""
     for value in values:
         for port in ("use", "store"):
@@ -209,9 +210,9 @@ def _cuts(plan: Extraction, values: Sequence[int], axis: int, inner: Mapping[int
 
 
 def _is_of_members(plan: Extraction, axis: int) -> bool:
-    """Whether an axis splits every parameter along its first dimension where it is used, all of
-    one size: they are those of several models that are trained beside each other. (A batch that is
-    dealt out to experts has them behind its examples.)"""
+    """Whether an axis splits the first dimension of every parameter where it is used, all of one
+    size: the parameters are those of several models that are trained together. (In a batch that is
+    dealt to experts, the dimension of experts follows that of examples.)"""
     name, known = plan.priced.mesh.names[axis], plan.graph.values
     parameters = [v for v in plan.graph.state if known[v].role is Role.PARAMETER]
     members = {known[v].shape[:1] for v in parameters}
@@ -236,9 +237,9 @@ def _share(plan: Extraction, values: Sequence[int], axis: int) -> float:
 def _pieces(
     plan: Extraction, values: Sequence[int], inner: Mapping[int, int]
 ) -> tuple[int, int, int]:
-    """The least pieces that an array of the batch is cut into, of those as long as the largest and
-    not ``SMALL`` beside it; how many of these along its examples; the least pieces of the small
-    ones."""
+    """Numbers of shards, over the arrays of the batch that are as long as the largest one: the
+    least of an array that is not ``SMALL``; how many of these are along examples; the least of a
+    small array."""
     arrays = [v for v in values if plan.graph.values[v].shape]
     if not arrays:
         return 1, 1, 1

@@ -1,4 +1,4 @@
-"""``make_plan``: the door. Recipes around meshes around shardings."""
+"""``make_plan``, the entry point: searches recipes, per recipe meshes, per mesh shardings."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def plan_step(
 
     Args:
         function: the step, any jit-able function of pytrees, Flax NNX objects and Equinox modules.
-            The options of one that is parallelized hold where none are given here.
+            The options of a parallelized step apply where none are given here.
         *args: arrays or ShapeDtypeStructs, and NNX objects that hold such (``nnx.eval_shape``
             makes them); other leaves than arrays and numbers are static.
-        cluster: ``"h100:8x4"``, ``"v5p:4x4x8"``, ``"cpu:8"``, a .toml path or a Cluster; needed
-            but for a parallelized step that names one.
+        cluster: ``"h100:8x4"``, ``"v5p:4x4x8"``, ``"cpu:8"``, a .toml path or a Cluster; required
+            unless the step is parallelized and names one.
         donate_argnums: arguments whose memory the results may take; None means every
             argument that comes back as a result.
         static_argnums, static_argnames: as for ``jax.jit``.
@@ -59,7 +59,7 @@ def plan_step(
 
     Raises:
         ModelError: the step failed while traced.
-        RequestError: the request can't be met (PinError, MemoryLimitError among them).
+        RequestError: the request can't be met (includes PinError and MemoryLimitError).
 
     >>> import jax, jax.numpy as jnp
     >>> w, x = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((4096, 4096), (65536, 4096)))
@@ -92,13 +92,13 @@ def plan_tried(
     made: dict[str, Rewriter] | None = None,
     **options: Any,
 ) -> Planned:
-    """As ``plan_step``, for one of many tries: where no plan fits, what would help is not looked
-    for, which takes longest.
+    """Like ``plan_step``, for one of many tries. If no plan fits, it does not search for what would
+    help, which takes longest.
 
     Args:
         function, *args, cluster, donate_argnums, **options: as for ``plan_step``.
-        made: keeps what tries of the same step with the same arguments and options, but for the
-            cluster and the recipe, have in common; empty at first.
+        made: cache for tries of the same step with the same arguments and options, except for the
+            cluster and the recipe; empty at first.
     """
     begun = time.perf_counter()
     return _asked(
@@ -142,10 +142,10 @@ def _asked(
 
 
 def _staged(stages: Any) -> Any:
-    """The number of pipeline stages under a mode that has some: to be chosen where none is given.
+    """The number of pipeline stages under a mode with stages; ``AUTO`` if none is given.
 
     Raises:
-        RequestError: there shall be one stage.
+        RequestError: one stage is requested.
     """
     if stages in (1, "1"):
         raise RequestError("stages=1 contradicts the mode pp: leave one of them out")
@@ -153,7 +153,7 @@ def _staged(stages: Any) -> Any:
 
 
 def _plan_alone(plan: Callable[_Asked, Planned]) -> Callable[_Asked, Plan]:
-    """The same function, which returns the plan and lets go of what it was made from."""
+    """The same function, but it returns the plan alone."""
 
     @functools.wraps(plan)
     def make_plan(*args: _Asked.args, **options: _Asked.kwargs) -> Plan:
@@ -181,7 +181,7 @@ def plan_traced(
 
 
 def _under(wish: Wish, door: Door) -> Planned:
-    """The plan under the recipe that was asked for, or under the best of those left open."""
+    """The plan under the requested recipe, or under the best of those left open."""
     if "stages" in wish.open:
         return over_stages(wish, door)
     if wish.recipe.stages > 1:

@@ -1,4 +1,4 @@
-"""The recipes of a step that a wish leaves open: which are looked at, and the best plan of them."""
+"""Chooses which of the recipes that a ``Wish`` leaves open are tried, and plans the best one."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ from planner.request.parsed import Request
 from planner.spec import MeshSpec
 
 MOST_PARTS = 64
-"""Microbatches that are tried at most."""
+"""Most microbatches that are tried."""
 MOST_PLANNED = 2
-"""Recipes that are planned whole, at most."""
+"""Most recipes that are planned in full."""
 MOST_OPEN = 2
-"""Recipes that are planned besides for what their bounds leave open, at most."""
+"""Most further recipes that are planned because their lower bounds allow a faster plan."""
 NEAR = 1.01
-"""A quick look this close to a plan, or to what would be taken in place of one, may have missed the
-better one."""
+"""A quick search within this factor of a plan, or of the time that would replace it, may have
+missed a better plan."""
 
 
 @dataclass(frozen=True, eq=False)
 class Door:
-    """What all recipes of a step have in common."""
+    """The inputs that all recipes of a step share."""
 
     rewriter: Rewriter
     args: Sequence[Any]
@@ -57,7 +57,7 @@ class Door:
     rows: dict[Recipe, Row] = field(default_factory=dict, init=False)
 
     def row_of(self, recipe: Recipe) -> Row:
-        """The step under a recipe; made once."""
+        """The step under a recipe, cached."""
         if recipe not in self.rows:
             function, traced = self.rewriter(recipe)
             row = Row(traced, self.args, self.request, self.donate_argnums, function)
@@ -67,7 +67,7 @@ class Door:
     def look(
         self, recipe: Recipe, known_s: float, bounds_s: Mapping[MeshSpec, float]
     ) -> Outcome[Row | None]:
-        """A quick look at a recipe; see ``scout_meshes``."""
+        """Plan a recipe with a quick search; see ``scout_meshes``."""
         try:
             row = self.row_of(recipe)
             seen = scout_meshes(row.step.quotient, row.step.pins, row.request, known_s, bounds_s)
@@ -77,7 +77,7 @@ class Door:
 
 
 def searched(wish: Wish, door: Door) -> Planned:
-    """The plan under the best recipe of those that a wish leaves open, but for stages and
+    """The plan under the best recipe of those that a wish leaves open, except for stages and
     replicas."""
     rewriter, request, begun = door.rewriter, door.request, door.begun
     first = door.row_of(wish.recipe)
@@ -129,7 +129,7 @@ def searched(wish: Wish, door: Door) -> Planned:
         seen = {recipe: o for recipe, o in seen.items() if recipe.microbatches == 1}
     total = len(counts) * sum(map(len, device_policies.values()))
     tight = not wish.always and first.fits
-    if total == 1:  # nothing but the step as it is
+    if total == 1:  # only the step as written
         return first.planned(begun)
     least_s = least_of(wish.recipe)
     on_host = "remat" in wish.open and request.cluster.host_memory_bytes > 0
@@ -164,7 +164,7 @@ def _plain_is_as_good(
     seen: Mapping[Recipe, Outcome[Row | None]],
     look: Look[Row | None],
 ) -> bool:
-    """Whether the step as written, if nobody has looked at it yet, is within ``WORTH`` of the best
+    """Whether the step as written, if it has not been tried yet, is within ``WORTH`` of the best
     recipe."""
     if best is None or plain in seen:
         return False
@@ -176,10 +176,10 @@ def _plain_is_as_good(
 def _best_of(
     seen: Mapping[Recipe, Outcome[Row | None]], first: Row, tight: bool, begun: float, tried: str
 ) -> tuple[Planned, str]:
-    """The best plan of what was looked at, or of the step as written, and what to say besides.
+    """The best plan of the recipes that were tried, or of the step as written, and a text on it.
 
     Raises:
-        MemoryLimitError: none fits.
+        MemoryLimitError: no plan fits.
     """
     some = any(o.found is not None and o.cost_s < math.inf for o in seen.values())
     if tight:
@@ -196,7 +196,7 @@ def _best_of(
 
 
 def _cause(first: Row, tight: bool) -> str:
-    """Why recipes were compared that nobody asked for."""
+    """Why recipes were compared without a request."""
     if not tight:
         return "the step does not fit as written"
     return f"for lack of memory the step as written takes up to {first.squeeze:.2g} times as long"
@@ -209,7 +209,7 @@ def _tried_text(
     device_policies: Mapping[int, tuple[str, ...]],
     away: Mapping[int, tuple[str, ...]],
 ) -> str:
-    """What was tried; ``device_policies``, ``away``: policies by number of chunks."""
+    """Text on what was tried; ``device_policies``, ``away``: policies by number of chunks."""
     names = dict.fromkeys(
         p for some in (device_policies, away) for remats in some.values() for p in remats
     )
@@ -221,8 +221,8 @@ def _tried_text(
 
 
 def _hopeful(seen: Mapping[Recipe, Outcome[Row | None]], plan: Plan) -> tuple[Recipe, ...]:
-    """Recipes that a longer search may find faster than a plan, the most promising first; then the
-    others that fit, the fastest first."""
+    """Recipes that may be faster than a plan after a longer search, the most promising first; then
+    the others that fit, the fastest first."""
     known_s = plan.search.cost_s / WORTH
     others = {r: o for r, o in seen.items() if r != plan.recipe}
     some = sorted(
@@ -236,11 +236,11 @@ def _hopeful(seen: Mapping[Recipe, Outcome[Row | None]], plan: Plan) -> tuple[Re
 
 @dataclass(eq=False)
 class _Cuts:
-    """Whether a step can be cut into microbatches, found out when it is first asked.
+    """Whether a step can be cut into microbatches; determined on first use.
 
     Attributes:
         counts: numbers of microbatches that are tried.
-        refused: why it can't be cut; empty where it can, or was not asked.
+        refused: why it can't be cut; empty if it can, or if that was not checked.
         statistics: see ``Recipe``.
     """
 
@@ -250,7 +250,8 @@ class _Cuts:
     refused: str = ""
 
     def check(self, count: int) -> None:
-        """Raises RequestError if a step can't be cut into so many, or into the fewest."""
+        """Raise RequestError if a step can't be cut into ``count`` microbatches, or was refused for
+        the fewest of ``counts`` before."""
         if count == 1:
             return
         if self.refused:
@@ -270,17 +271,17 @@ class _Cuts:
 
 
 def _nearest(seen: Mapping[Recipe, Outcome[Row | None]]) -> Row | None:
-    """The recipe whose plans need the least memory."""
+    """The step under the recipe whose plans need the least memory; None without any."""
     rows = [outcome.found for outcome in seen.values() if outcome.found is not None]
     return min(rows, key=lambda r: r.floor.peak_bytes, default=None)
 
 
 def best_planned(seen: Mapping[Recipe, Outcome[Row | None]], begun: float, tried: str) -> Planned:
-    """The fastest of the plans of recipes that a quick look found to fit: the most promising is
-    searched first, and others while the look found something faster for them (up to ``NEAR``), or
-    if their bounds leave them much faster: where memory is tight, looks may be far off. The longest
-    search runs for the best of them alone. Of recipes that differ by no more than
-    ``CLOSE``, those that fill the memory come last: predictions are not that exact."""
+    """The fastest plan of the recipes that fit according to a quick search. The most promising
+    recipe is searched first; then others if the quick search found something faster for them (up to
+    ``NEAR``), or if their lower bounds allow a much faster plan: if memory is tight, quick searches
+    may be far off. The longest search runs only for the best recipe. Among recipes that differ by
+    at most ``CLOSE``, those that fill the memory come last: predictions are not that exact."""
     rows = [(o.found, o) for o in seen.values() if o.found is not None and o.cost_s < math.inf]
     least_s = min((look.cost_s for _, look in rows), default=math.inf)
     rows.sort(
@@ -309,7 +310,7 @@ def best_planned(seen: Mapping[Recipe, Outcome[Row | None]], begun: float, tried
 
 
 def _policies(wish: Wish, traced: Traced, chunks: int, *, on_host: bool = False) -> tuple[str, ...]:
-    """Policies of rematerialization to try with a number of chunks; ``on_host``: those that keep
+    """Rematerialization policies to try with a number of chunks; ``on_host``: those that store
     values in host memory."""
     if "remat" not in wish.open:
         return (wish.recipe.remat,)
@@ -319,7 +320,7 @@ def _policies(wish: Wish, traced: Traced, chunks: int, *, on_host: bool = False)
 
 
 def _counts(wish: Wish, rewriter: Rewriter) -> tuple[tuple[int, ...], str]:
-    """Numbers of microbatches to try, and why there are no more than one."""
+    """Numbers of microbatches to try, and why the batch can't be cut; empty if it can."""
     given = wish.recipe.microbatches
     if "microbatches" not in wish.open:
         return (given,), ""

@@ -22,7 +22,7 @@ from planner.step.analysis import Analysis, analyse
 from planner.step.classes import Quotient, fold_analysis
 
 NOTICED = 0.01
-"""Share of a device's memory from which on an operation without a rule is said first."""
+"""An operation without a rule is reported first above this share of a device's memory."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,18 +40,18 @@ def prepared(
     request: Request,
     donate_argnums: int | Sequence[int] | None,
 ) -> Prepared:
-    """Everything about a traced step that no mesh changes.
+    """Everything about a traced step that does not depend on the mesh.
 
     Args:
         traced: the step.
-        pins: what is given.
-        request: what was asked for.
+        pins: the pins of the step.
+        request: the request.
         donate_argnums: arguments whose memory the results may take; None: all that come back.
     """
     graph = traced.graph
     passed(Stage.GRAPH, graph)
     rules = traced.rules
-    if request.mode in WITHOUT_PINS:  # regions are computed whole, as these modes know no marks
+    if request.mode in WITHOUT_PINS:  # regions run whole, as these modes ignore marks
         rules = tuple(replace(r, origin="opaque") if r.origin == "region" else r for r in rules)
     donated = _donated(traced, donate_argnums)
     chosen = chosen_values(graph, request.decided)
@@ -79,7 +79,7 @@ def fallbacks(
     analysis: Analysis, rules: Sequence[FactorRule], limit_bytes: float
 ) -> tuple[str, ...]:
     """A line for each operation that has no sharding rule and runs whole on every device, the
-    largest first; those of more than 1 % of ``limit_bytes`` say so (`LARGE`)."""
+    largest first. Lines on more than 1 % of ``limit_bytes`` end with ``LARGE``."""
     whole = sorted(held_whole(analysis.graph, rules), key=lambda w: -w.nbytes)
     return tuple(
         f"{w.name}: no rule, replicated"

@@ -1,4 +1,4 @@
-"""A step under one recipe: searched on all meshes, then put together as a plan."""
+"""Searches a step under one recipe on all meshes and assembles the plan."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ from planner.spec import Recipe
 from planner.step.classes import Quotient
 
 MUCH = 0.5
-"""Of the memory; a plan that takes less was hardly chosen for it."""
+"""Share of the memory; the choice of a plan that takes less hardly depended on memory."""
 TIGHTER = 3
-"""Searches with less memory for a plan that takes more as it runs than the search counted."""
+"""Most searches with a lower limit if a plan takes more as it runs than the search counted."""
 SQUEEZED = 1.1
-"""A plan that costs this many times its bound for want of memory is compared with others that
+"""A plan that costs this many times its bound for lack of memory is compared with others that
 recompute or run in microbatches."""
 
 
@@ -82,9 +82,9 @@ class Planned:
     others: tuple[tuple[Plan, Extraction], ...] = ()
     """The best plans of other meshes: ``request.candidates`` - 1."""
     compared: tuple[str, ...] = ()
-    """Of the plan's notes, those on the recipes that it was compared with."""
+    """The plan's notes on the recipes that it was compared with."""
     hopeful: tuple[Recipe, ...] = ()
-    """Of these recipes, those of which looks left open whether they are faster, then those that
+    """Of these recipes, those that may be faster after a longer search, then the others that
     fit."""
 
 
@@ -113,13 +113,13 @@ class Row:
 
     @functools.cached_property
     def led(self) -> Led:
-        """What is known of all meshes before the longest search."""
+        """The results on all meshes before the longest search."""
         return lead_meshes(self.step.quotient, self.step.pins, self.request)
 
     @functools.cached_property
     def near_s(self) -> float:
-        """Seconds of the best plan before the longest search, after it if nothing fits before;
-        infinite where nothing fits."""
+        """Seconds of the best plan before the longest search, or after it if nothing fits before;
+        infinite if nothing fits."""
         best = choose(self.led.tried)[1]
         if not best.feasible:
             best = choose(self.searched[0])[1]
@@ -127,7 +127,7 @@ class Row:
 
     @functools.cached_property
     def searched(self) -> tuple[tuple[Tried, ...], Least | None]:
-        """What was found on all meshes; and the plan of the least peak, where it came to that."""
+        """The solutions on all meshes; and the plan of the least peak if none of them fits."""
         quotient, request = self.step.quotient, self.request
         if self.floor.peak_bytes > request.limit_bytes:
             tried = tried_in_vain(quotient, self.step.pins, request)
@@ -146,8 +146,8 @@ class Row:
 
     @functools.cached_property
     def squeeze(self) -> float:
-        """How many times what any plan takes at least, whatever memory it takes, the best plan
-        takes where it uses much of the memory. 1 where something else decides."""
+        """Ratio of the best plan's cost to the lower bound with unlimited memory. 1 if the plan
+        uses little memory, does not fit, or only completes what is given."""
         best = choose(self.searched[0])[1]
         little = best.peak_bytes < MUCH * self.request.limit_bytes
         if little or self.request.spreads or not best.feasible:
@@ -183,9 +183,9 @@ class Row:
     def _with_less(self, planned: Planned, begun: float) -> Planned:
         """A plan that fits as it runs, or the nearest.
 
-        The search counts arrays in one layout at a time. Where those that are in memory in two
-        pass the limit, it searches again with less than it counted, by as much as the plan takes
-        more; by half as much if nothing fits that.
+        The search counts arrays in one layout at a time. If arrays that are in memory in two
+        layouts exceed the limit, the search runs again with less memory than it counted, by the
+        excess of the plan; by half of that if nothing fits.
         """
         limit = self.request.limit_bytes
         best, low = planned, 0.0
@@ -222,7 +222,7 @@ class Row:
         )
         recipe = recipe_of(self.function)
         tried, least = self.searched
-        if least is None:  # not in near_s: too long for every row that is looked at
+        if least is None:  # not in near_s: too long for every row that is tried
             step = self.step
             tried = search_others(step.quotient, step.pins, self.request, self.led, tried)
         planned = _planned(self.step, tried, least, self.request, begun, again, recipe, also)
@@ -271,7 +271,7 @@ class Row:
 
 
 def _limited(planned: Planned, request: Request) -> Planned:
-    """A plan that was searched with less memory, as one of a request."""
+    """A plan that was searched with less memory, with the limit of a request."""
     limit = request.limit_bytes
 
     def with_limit(plan: Plan) -> Plan:
@@ -348,7 +348,7 @@ def _idle_in_parts(plan: Plan, whole: Traced | None) -> str:
 def _confirmed(
     planned: Planned, traced: Traced, donate_argnums: int | Sequence[int] | None
 ) -> Planned:
-    """The best of the plans as the compiler sees them."""
+    """The best of the candidate plans according to the compiler."""
     request = planned.request
     candidates = [(planned.plan, planned.extraction), *planned.others]
     number, plan = confirmer()(
@@ -362,9 +362,8 @@ def _confirmed(
 
 
 def _shortage(case: Case, also: str) -> MemoryLimitError:
-    """What to say when no plan fits: the host's memory, where that is what is short (of the plan
-    whose fullest memory is the least full, it is the fullest), else the device's, with what would
-    help."""
+    """The error if no plan fits. It is about host memory if that is the fullest memory of the plan
+    whose fullest memory is the least full; otherwise about device memory, with what would help."""
     request, least = case.request, case.least
     peaks, limit = pool_peaks(least.priced.problem, least.memory.choice), request.limit_bytes
     for pool in least.priced.problem.pools[1:]:
@@ -396,7 +395,7 @@ def _shortage(case: Case, also: str) -> MemoryLimitError:
 
 
 def write_problem(priced: Priced, path: str | Path) -> None:
-    """Write the problem of a mesh; seconds and bytes, memory without that of scalar inputs."""
+    """Write the problem of a mesh, in seconds and bytes; memory excludes scalar inputs."""
     try:
         write_iopddl(priced.problem, path)
     except OSError as error:

@@ -1,5 +1,5 @@
-"""What a step takes whose stages are programs of their own: seconds and memory of each stage, from
-the plan of the whole step on the devices of one, run through the schedule."""
+"""Predicts a step whose stages are separate programs: seconds and memory of each stage come from
+the plan of the whole step on the devices of one stage, and are run through the schedule."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ from planner.stages.programs.layered import Apart, chunk_count, order_of, stage_
 from planner.stages.programs.split import BACKWARD, FORWARD, WEIGHTS
 
 PASS_S = 5e-4
-"""Seconds of a host for each pass that it starts, at least: two shared cores took up to 1.8e-3
+"""Least seconds of a host for each pass that it starts; two shared cores took up to 1.8e-3
 (docs/explanation/measurements.md). Hosts run ahead of their devices, so a step takes the longer of
-both."""
+both times."""
 
 
 def scheduled(plan: Plan, extraction: Extraction, traced: Traced, recipe: Recipe) -> Plan:
-    """The plan of all stages from the plan of the step on the devices of one.
+    """The plan of all stages, from the plan of the step on the devices of one stage.
 
     Args:
         plan: that plan; its memory limit is that of all stages together.
         extraction: what it was made from.
         traced: the step.
-        recipe: with the name of a schedule, or ``"auto"``: the one that is predicted fastest, the
-            simpler one where that gains less than a hundredth.
+        recipe: a recipe with the name of a schedule, or ``"auto"`` for the one that is predicted
+            fastest; a simpler one is preferred if it is slower by less than 1 %.
 
     Raises:
         MemoryLimitError: a stage needs more memory than a device has.
@@ -61,7 +61,7 @@ def scheduled(plan: Plan, extraction: Extraction, traced: Traced, recipe: Recipe
         with contextlib.suppress(NoStagesError):  # too few blocks, or the layers are one array
             more = _cuts(plan, traced, spent, dataclasses.replace(recipe, schedule=IN_CHUNKS[0]))
             for name in IN_CHUNKS:
-                with contextlib.suppress(RequestError):  # not for so many microbatches
+                with contextlib.suppress(RequestError):  # not for this number of microbatches
                     plan = dataclasses.replace(plan, schedule=name)
                     plans.append(_through(plan, extraction, traced, spent, more))
     limit = plan.prediction.limit_bytes / plan.stages
@@ -176,13 +176,14 @@ def _through(
 
 
 def passes_of_host(cluster: Cluster, stages: int, each: int) -> int:
-    """Passes that a host starts, of ``each`` per stage; a process per node of ``cluster``."""
+    """Number of passes that a host starts, with ``each`` passes per stage and one process per node
+    of ``cluster``."""
     nodes = max(1, cluster.num_devices // cluster.devices_per_node)
     return -(-stages // nodes) * each
 
 
 def _said(plan: Plan, extraction: Extraction, apart: Apart) -> tuple[Constraint, ...]:
-    """The plan's constraints, and one for each value that leaves the place where it is made."""
+    """The plan's constraints, and one for each value that leaves the place that computes it."""
     known = {(c.op, c.slot, c.position): c for c in plan.constraints}
     graph = extraction.graph
     for op, position in handed_places(apart):
@@ -194,7 +195,7 @@ def _said(plan: Plan, extraction: Extraction, apart: Apart) -> tuple[Constraint,
 
 
 def _spent(extraction: Extraction) -> list[float]:
-    """Per operation, its seconds with what it waits for collectives."""
+    """Seconds of each operation, including exposed communication."""
     spent = list(op_seconds(extraction))
     overlap = Overlap.of(extraction.priced.model)
     for s in extraction.sent():
@@ -206,7 +207,7 @@ def _spent(extraction: Extraction) -> list[float]:
 def _seconds(
     order: Order, extraction: Extraction, apart: Apart, spent: Sequence[float], late: float
 ) -> tuple[Simulated, list[float]]:
-    """The schedule with times, and per group of devices the seconds of what is done once."""
+    """The simulated schedule, and per group of devices the seconds of work that runs once."""
     split, parts = apart.split, order.microbatches
     spent, sums_s = _without_sums(spent, apart)
     owner: dict[int, tuple[str, int]] = {}
@@ -247,9 +248,8 @@ def _seconds(
 def _without_sums(
     spent: Sequence[float], apart: Apart
 ) -> tuple[list[float], dict[tuple[str, int], float]]:
-    """Seconds per operation without those of adding up, and these by the passes whose results are
-    added. Layers that one array holds are neither taken out of it nor joined: each stage has its
-    own."""
+    """Seconds per operation without those of accumulation, and the latter by the passes whose
+    results are added. Layers in one array are neither sliced nor joined: each stage has its own."""
     out, split = list(spent), apart.split
     sum_seconds: dict[tuple[str, int], float] = {}
 
@@ -278,7 +278,7 @@ def _without_sums(
 def _by_device(
     order: Order, chunks: Sequence[float], of: Callable[[list[float]], float]
 ) -> list[float]:
-    """Per group of devices, a number made of those of its chunks."""
+    """Per group of devices, ``of`` applied to the numbers of its chunks."""
     return [
         of([x for x, place in zip(chunks, order.place, strict=True) if place == d])
         for d in range(len(order.devices))
@@ -309,7 +309,7 @@ def _cluster(extraction: Extraction) -> Cluster:
 
 
 def _held(extraction: Extraction, apart: Apart) -> list[float]:
-    """Per stage, bytes per device that the forward pass of a microbatch leaves for others."""
+    """Per stage, bytes per device that the forward pass of a microbatch leaves for other passes."""
     size = _sizes(extraction, apart)
     return [
         sum(size(v) for v in apart.split.tasks[FORWARD, s].outs) for s in range(apart.split.count)
@@ -339,7 +339,7 @@ def _peaks(
 
 
 def _sizes(extraction: Extraction, apart: Apart) -> Callable[[int], float]:
-    """Bytes of a value of a microbatch on a device."""
+    """A function that returns the bytes per device of a value of a microbatch."""
     graph, mesh = extraction.graph, extraction.priced.mesh
     sizes: dict[int, float] = {}
     for call in apart.split.body.flat.calls:

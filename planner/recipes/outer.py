@@ -1,11 +1,11 @@
-"""Which recipe: a walk along the border of what fits.
+"""Searches recipes along the border of those that fit in memory.
 
-Recipes are a grid: microbatches by rematerialization. More of either takes less memory and costs
-more: done again, gathered again. So the cheapest that fit lie on a staircase. For the fewest
-microbatches that fit at all, the least rematerialization that fits is found by bisection; each
-further number of microbatches is worth a look where it lets less be done again. Beside the border,
-what takes less memory may fit on a better mesh: neighbors are looked at while they are faster.
-The walk ends where no recipe can be much faster than the best so far.
+Recipes form a grid: microbatches by rematerialization. More of either takes less memory and more
+time, for recomputation or repeated gathers. The cheapest recipes that fit therefore lie on a
+staircase. For the fewest microbatches that fit at all, bisection gives the least rematerialization
+that fits. Each larger number of microbatches is tried if it allows less rematerialization. Beside
+the border, a recipe that takes less memory may fit on a better mesh: neighbors are tried while they
+are faster. The search ends when no recipe can be much faster than the best so far.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from planner.remat.policy import parse_policy
 from planner.spec import PLAIN, Recipe
 
 WORTH = 1.01
-"""A recipe that rewrites more must be faster by this."""
+"""A recipe that rewrites more must be faster by this factor."""
 CLOSE = 1.03
-"""The walk ends this close to what no recipe can be faster than."""
+"""The search ends within this factor of the lower bound of all recipes."""
 FULL = 0.95
-"""Share of the memory from which on a plan fills it: predictions are not that exact. One that
-leaves more is taken while it is no slower than ``CLOSE``."""
+"""A plan above this share of the memory counts as filling it: predictions are not that exact. A
+plan that leaves more is preferred unless it is slower by more than ``CLOSE``."""
 PATIENCE = 2
-"""Recipes in a row that may fit and be slower."""
+"""The search stops after this many consecutive recipes that fit and are slower."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Outcome(Generic[T]):
-    """What planning found for a recipe.
+    """The result of planning a recipe.
 
     Attributes:
-        cost_s: seconds of the best plan found; infinite where there is none of interest.
-        fits: whether it may be the cost alone that makes it of no interest.
-        found: the plan, as the caller has it.
-        bound_s: what a longer search can hope for.
-        floor: memory that every plan takes, over the limit; 0 where that is not known.
+        cost_s: seconds of the best plan found; infinite if there is none of interest.
+        fits: whether the recipe may fit, so that its cost alone makes it of no interest.
+        found: the plan, in the caller's form.
+        bound_s: lower bound of the cost after a longer search.
+        floor: memory that every plan takes, as a share of the limit; 0 if it is not known.
         fill: peak of the plan found, likewise.
-        refused: why the step has no form for the recipe; empty where it has.
+        refused: why the step can't be rewritten by the recipe; empty if it can.
     """
 
     cost_s: float
@@ -57,14 +57,14 @@ class Outcome(Generic[T]):
 
     @property
     def too_slow(self) -> bool:
-        """Whether it is out of the question for its cost, whatever memory it takes."""
+        """Whether its cost alone rules it out, whatever memory it takes."""
         return self.fits and math.isinf(self.cost_s)
 
 
 Look = Callable[[Recipe, float], Outcome[T]]
-"""Plans a recipe; what does not cost less than the seconds given is of no interest."""
+"""Plans a recipe; plans that do not cost less than the given seconds are of no interest."""
 LeastOf = Callable[[Recipe], float]
-"""Seconds that a recipe takes at least, whatever memory it takes."""
+"""Lower bound of a recipe's seconds, whatever memory it takes."""
 
 
 @dataclass(eq=False)
@@ -83,17 +83,17 @@ class _Walk(Generic[T]):
 
     @property
     def enough_s(self) -> float:
-        """What does not cost less is of no interest."""
+        """Plans that do not cost less than this are of no interest."""
         full = self.best is not None and self.seen[self.best].fill > FULL
         return self.best_s * CLOSE if full else self.best_s / WORTH
 
     @property
     def close(self) -> bool:
-        """Whether more looks have little to gain."""
+        """Whether trying more recipes can gain little."""
         return self.best_s <= CLOSE * self.least_s
 
     def recipe(self, i: int, j: int) -> Recipe:
-        """A recipe by its place."""
+        """The recipe at a place in the grid."""
         return dataclasses.replace(
             self.base,
             microbatches=self.counts[i],
@@ -102,7 +102,7 @@ class _Walk(Generic[T]):
         )
 
     def at(self, i: int, j: int) -> bool | None:
-        """Look at a recipe: whether it is the best so far; None where it does not fit."""
+        """Try a recipe; returns whether it is the best so far, or None if it does not fit."""
         recipe = self.recipe(i, j)
         if recipe not in self.seen:
             if self.hopeless(recipe):
@@ -118,7 +118,7 @@ class _Walk(Generic[T]):
         return False if outcome.fits else None
 
     def hopeless(self, recipe: Recipe) -> bool:
-        """Whether one that rewrites less is too slow already, whatever memory it takes."""
+        """Whether a recipe that rewrites less is already too slow, whatever memory it takes."""
         return any(
             o.too_slow or (o.fits and o.bound_s >= self.enough_s)
             for r, o in self.seen.items()
@@ -126,11 +126,11 @@ class _Walk(Generic[T]):
         )
 
     def too_large(self, recipe: Recipe) -> bool:
-        """Whether it can't fit, since the same in fewer microbatches takes so much.
+        """Whether a recipe can't fit, given the memory of the same in fewer microbatches.
 
-        The memory of a moment is a part that stays and one that shrinks as the microbatches do. So
-        the peak is convex in their size: no less than in proportion, nor than on the line through
-        two other sizes. One microbatch has no sums of gradients, and gives no line.
+        At any moment, memory has a constant part and a part proportional to the microbatch size.
+        The peak is therefore convex in that size: at least proportional, and at least on the line
+        through two other sizes. A single microbatch has no sums of gradients and gives no line.
         """
         fewer = [
             (1.0 / r.microbatches, o.floor)
@@ -145,7 +145,7 @@ class _Walk(Generic[T]):
         return max(least, default=0.0) > 1.0
 
     def first_fit(self, i: int) -> int | None:
-        """The first policy that fits, if the last does: by bisection."""
+        """The first policy that fits, by bisection; None if the last one does not fit."""
         low, high = 0, len(self.policies) - 1
         if self.at(i, high) is None:
             return None
@@ -155,7 +155,7 @@ class _Walk(Generic[T]):
         return high
 
     def down(self, i: int, j: int) -> int:
-        """Do less again than ``j``, one policy after the other, while that fits."""
+        """Try policies with less rematerialization than ``j``, one by one, while they fit."""
         slower = 0
         while j > 0 and slower < PATIENCE and not self.close:
             is_best = self.at(i, j - 1)
@@ -168,7 +168,7 @@ class _Walk(Generic[T]):
         return j
 
     def in_vain(self, i: int) -> bool:
-        """Whether so many microbatches alone are too slow, whatever memory they take."""
+        """Whether this number of microbatches alone is too slow, whatever memory it takes."""
         if i not in self.free_s:
             self.free_s[i] = self.least_of(self.recipe(i, 0))
         return self.free_s[i] >= self.enough_s
@@ -185,16 +185,16 @@ def search_recipes(
     """The recipe whose plan is predicted fastest.
 
     Args:
-        counts: numbers of microbatches, from the fewest.
-        policies: per number of chunks, the fewest first, policies of rematerialization, from what
-            frees least. More chunks are only asked for where they may be worth a look.
+        counts: numbers of microbatches, in ascending order.
+        policies: per number of chunks, in ascending order, the rematerialization policies, the one
+            that frees least first. Consumed lazily: more chunks only if they may be faster.
         look: plans a recipe.
-        base: the rest of every recipe.
-        least_of: what recipes take at least; asked for recipes with the first policy.
-        known: what an earlier search returned.
+        base: the fields that all recipes share.
+        least_of: lower bound of a recipe's seconds; called for recipes with the first policy.
+        known: the result of an earlier search.
 
     Returns:
-        The best recipe, None where none fits; and all that were looked at, now or before.
+        The best recipe, None if none fits; and the outcomes of all recipes tried, now or before.
     """
     best, seen = known[0], dict(known[1])
     best_s = math.inf if best is None else seen[best].cost_s
@@ -206,14 +206,14 @@ def search_recipes(
         if not walk.close:
             _go(walk)
         best, best_s = walk.best, walk.best_s
-        if walk.close:  # more chunks do more, and can't be much faster
+        if walk.close:  # more chunks rewrite more, and can't be much faster
             break
     return best, seen
 
 
 def _does_more(recipe: Recipe, other: Recipe) -> bool:
-    """Whether a recipe rewrites as much as another, or more, in every respect: then it is no
-    faster, but for memory. What is kept in host memory takes time, too."""
+    """Whether a recipe rewrites at least as much as another in every respect: it can then only be
+    faster for lack of memory. Offload policies that differ have no order: transfers take time."""
     again, less = (parse_policy(r.remat) for r in (recipe, other))
     if again.on_host and again.flop_per_byte != less.flop_per_byte:
         return False
@@ -226,8 +226,8 @@ def _does_more(recipe: Recipe, other: Recipe) -> bool:
 
 
 def beats(one: Outcome[T], other: Outcome[T]) -> bool:
-    """Whether a recipe is to be taken in place of a simpler one, or of one found first: it is
-    clearly faster, or as fast and does not fill the memory."""
+    """Whether a recipe replaces a simpler or an earlier one: it is clearly faster, or about as fast
+    and does not fill the memory."""
     full, was_full = one.fill > FULL, other.fill > FULL
     if full == was_full:
         return one.cost_s * WORTH < other.cost_s
@@ -235,8 +235,8 @@ def beats(one: Outcome[T], other: Outcome[T]) -> bool:
 
 
 def _go_away(walk: _Walk[T]) -> None:
-    """Policies that keep values in host memory, in the fewest microbatches that fit: what is kept
-    costs the time of the link, what is not is computed again, and the best lies between."""
+    """Try policies that store values in host memory, with the fewest microbatches that fit. Stored
+    values cost transfer time and others are recomputed, so the best policy lies between."""
     last = len(walk.policies) - 1
     for i in range(len(walk.counts)):
         if walk.close:
@@ -251,7 +251,7 @@ def _go_away(walk: _Walk[T]) -> None:
 def _go(walk: _Walk[T]) -> None:
     """Walk along the border of what fits."""
     if walk.best is not None and walk.least_s >= walk.enough_s:
-        return  # all of them do more
+        return  # all of them rewrite more
     if parse_policy(walk.policies[-1]).on_host:
         _go_away(walk)
         return

@@ -1,4 +1,4 @@
-"""What was asked of microbatches, rematerialization, chunks and stages."""
+"""Parses the options for microbatches, rematerialization, chunks and stages."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Wish:
-    """A recipe, parts of which may be open.
+    """A requested recipe, parts of which may be open.
 
     Attributes:
-        recipe: what is given; for what is open, the plain step's.
-        open: the names of what the search may choose.
-        always: whether it is to look for something better than the plain step also where that
-            fits (``"auto"``), not only where no plan of the plain step does.
+        recipe: the given options; open ones have the values of the plain step.
+        open: names of the options that the search may choose.
+        always: whether to search for a recipe faster than the plain step even if that fits
+            (``"auto"``), not only if no plan of the plain step fits.
     """
 
     recipe: Recipe
@@ -37,13 +37,13 @@ def parse_wish(options: Mapping[str, Any], function: Callable[..., Any], searche
     """Check and parse ``microbatches=``, ``remat=``, ``chunks=``, ``stages=`` and their like.
 
     Args:
-        options: by name, a number or a policy, ``"auto"``, or None: the plain step's where that
+        options: by name, a number or a policy, ``"auto"``, or None for the plain step's if that
             fits.
         function: the step; one that is rewritten already keeps its recipe.
-        searches: whether what is None may be searched if nothing fits.
+        searches: whether options that are None may be searched if nothing fits.
 
     Raises:
-        RequestError: a value that has no meaning.
+        RequestError: an option has an invalid value.
     """
     old_recipe = recipe_of(function)
     if old_recipe != PLAIN:
@@ -74,7 +74,7 @@ def parse_wish(options: Mapping[str, Any], function: Callable[..., Any], searche
     if values["stages"] is None:  # a step that fits needs none, and one that does not gains little
         left.discard("stages")
     left -= {"schedule", "statistics"}
-    if recipe.statistics != WHOLE:  # those of each microbatch alone, whatever the devices
+    if recipe.statistics != WHOLE:  # statistics must not depend on the devices
         left -= {"stages", "pad_batch"}
     if values["replicas"] in (None, AUTO) and recipe.statistics == WHOLE:
         left.add("replicas")
@@ -92,7 +92,7 @@ def parse_wish(options: Mapping[str, Any], function: Callable[..., Any], searche
 
 
 def _statistics(options: Mapping[str, Any]) -> str:
-    """Whose statistics: the whole batch's, or those of each microbatch."""
+    """Whether statistics are those of the whole batch or of each microbatch."""
     value = options.get("statistics")
     if value in (None, WHOLE):
         return WHOLE
@@ -123,9 +123,9 @@ def _rows(options: Mapping[str, Any]) -> int:
 
 
 SCHEDULES = ("1f1b", "gpipe", "zb-h1", "zb-h2")
-"""Schedules of stages that are programs of their own, the simplest first."""
+"""Schedules of stages that are separate programs, the simplest first."""
 IN_CHUNKS = ("interleaved-2", "zb-v")
-"""More: two chunks on each group of devices."""
+"""Such schedules with two chunks on each group of devices."""
 
 
 def _given(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -184,15 +184,16 @@ def _schedule(options: Mapping[str, Any]) -> str:
 
 
 def is_file(name: Any) -> bool:
-    """Whether a schedule is said by a file."""
+    """Whether a schedule is given as a file."""
     return isinstance(name, os.PathLike) or (isinstance(name, str) and name.endswith(".json"))
 
 
 def _order(schedule: Any) -> Order | None:
-    """A schedule of the user's own; None for one by name.
+    """A user-defined schedule; None for one that is given by name.
 
     Raises:
-        RequestError: the file is none, or devices would wait for each other forever.
+        RequestError: the file is not a schedule, devices deadlock, or fewer than two groups of
+            devices have passes.
     """
     if not isinstance(schedule, Order) and not is_file(schedule):
         return None
@@ -211,7 +212,7 @@ def _order(schedule: Any) -> Order | None:
 def _by_order(
     order: Order, options: Mapping[str, Any], manual: tuple[tuple[str, int], ...]
 ) -> dict[str, Any]:
-    """What is asked, with the numbers of stages and microbatches that an order has."""
+    """The options, with the numbers of stages and microbatches of an order."""
     stages, given = len(order.devices), options.get("stages")
     if manual:
         given = max(stage for _, stage in manual) + 1

@@ -1,4 +1,4 @@
-"""The parts of a step that were looked at for rematerialization, and what became of each."""
+"""The parts of a step that were considered for rematerialization, and the outcome for each."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from planner.remat.policy import Policy
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """Equal blocks that keep the same.
+    """Equal blocks that store the same values.
 
     Attributes:
         what: which blocks, with their line.
-        count: how many there are, or how often the loop runs.
+        count: number of blocks, or of iterations of the loop.
         block: one of them.
-        cut: what it keeps.
+        cut: what it stores.
     """
 
     what: str
@@ -34,16 +34,16 @@ class Site:
 
 @dataclass(eq=False)
 class Sites:
-    """Cuts blocks under one policy and writes down what it met; equal blocks are cut once."""
+    """Cuts blocks under one policy and records the sites; equal blocks are cut once."""
 
     policy: Policy
     chunks: Callable[[FlatJaxpr], InChunks] = lambda flat: WHOLE
-    """What of a program is done in chunks."""
+    """The parts of a program that run in chunks."""
     found: list[Site] = field(default_factory=list)
     known: dict[Any, tuple[Block, Cut]] = field(default_factory=dict)
 
     def cut(self, block: Block) -> Cut:
-        """``frontier.cut`` under the policy, by the cut of an equal block where there was one."""
+        """``frontier.cut`` under the policy; reuses the cut of an equal block if there is one."""
         key = block.key
         if key not in self.known:
             self.known[key] = block, cut(block, self.policy)
@@ -87,7 +87,7 @@ _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 
 
 def common_line(calls: Sequence[Call]) -> str:
-    """The innermost line of the user's that all these operations were called from."""
+    """The innermost line of the user's code from which all these operations are called."""
     common: list[str] | None = None
     for call in calls:
         lines = user_lines(call.eqn)

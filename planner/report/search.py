@@ -1,4 +1,4 @@
-"""What a search over a bare problem found, and how far it is, as text or JSON. No jax."""
+"""The result and the progress of a search over a bare problem, as text or JSON. No jax."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Searched:
         problem: what was read from it.
         solution: what the search returned.
         read_s: seconds that reading took.
-        interrupted: whether it was asked to stop before it was done.
+        interrupted: whether it was interrupted before it was done.
         written: the file that holds the choice, if any.
     """
 
@@ -37,7 +37,7 @@ class Searched:
 
 
 def search_rows(searched: Searched) -> tuple[tuple[str, str], ...]:
-    """What to tell, as names and texts."""
+    """The rows of the report, as names and texts."""
     problem, solution = searched.problem, searched.solution
     sizes = [cost.size for cost in problem.cost_s]
     limit = problem.limit_bytes
@@ -82,7 +82,7 @@ def render_search(searched: Searched, console: Console) -> None:
 
 
 def search_json(searched: Searched) -> Mapping[str, object]:
-    """The same as plain data; what is infinite or unknown is None."""
+    """The same as plain data; infinite and unknown values are None."""
     problem, solution = searched.problem, searched.solution
     return {
         "problem": searched.name,
@@ -106,7 +106,7 @@ def search_json(searched: Searched) -> Mapping[str, object]:
 
 
 def progress_text(progress: SearchProgress | None, elapsed_s: float, limit_s: float) -> str:
-    """One line on where a search stands.
+    """One line on the progress of a search.
 
     Args:
         progress: the last report, if there was one.
@@ -124,14 +124,14 @@ def progress_text(progress: SearchProgress | None, elapsed_s: float, limit_s: fl
 
 
 def cost_text(cost: float) -> str:
-    """Whole numbers in full, others with ten digits, "-" for what is not finite."""
+    """Integers in full, other numbers with ten digits, "-" if it is not finite."""
     if not math.isfinite(cost):
         return "-"
     return f"{cost:.0f}" if float(cost).is_integer() and abs(cost) < 1e15 else f"{cost:.10g}"
 
 
 def gap_text(gap: float) -> str:
-    """``0.00123`` -> ``"0.123 %"``; "unknown" for what is not finite."""
+    """``0.00123`` -> ``"0.123 %"``; "unknown" if it is not finite."""
     return f"{100 * max(gap, 0.0):.3g} %" if math.isfinite(gap) else "unknown"
 
 

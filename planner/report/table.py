@@ -1,4 +1,4 @@
-"""A plan as text for people: the summary first, then where every number comes from. No jax."""
+"""A plan as a text report: the summary first, then the sources of every number. No jax."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _BLOCKS = "counts on collectives on SparseCores (compiler options); by default t
 
 
 def plan_text(plan: Plan, width: int = 100) -> str:
-    """The report as plain ASCII text, ``width`` columns wide, without colour."""
+    """The report as plain ASCII text, ``width`` columns wide, without color."""
     return plain_text(_parts(plan), width)
 
 
@@ -100,7 +100,7 @@ def _summary(plan: Plan) -> RenderableType:
 
 
 def _whole(plan: Plan) -> list[tuple[str, str]]:
-    """Operations without a rule that take much memory, before all else."""
+    """Operations without a rule that take much memory; the summary starts with them."""
     large = [line for line in plan.fallbacks if line.endswith(LARGE)]
     if not large:
         return []
@@ -109,7 +109,7 @@ def _whole(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _hides_only_with_options(plan: Plan) -> bool:
-    """Whether collectives that count as hidden block as the plan stands."""
+    """Whether collectives that count as overlapped block under the plan's compiler options."""
     kind, options = plan.cluster.partition(":")[0], plan.compiler_options
     confirmed = plan.confirmed is not None and plan.confirmed.chosen is not None
     counted = kind in COUNTED and options != OFFLOADED and not confirmed
@@ -117,7 +117,7 @@ def _hides_only_with_options(plan: Plan) -> bool:
 
 
 def _idle_text(plan: Plan) -> str:
-    """What the busiest stage waits for the others, where stages are programs of their own."""
+    """The time that the busiest stage waits for the others, if stages are separate programs."""
     p = plan.prediction
     idle_s = p.step_s - (p.compute_s + p.communication_s - p.overlapped_s + p.host_s)
     return f" + {time_text(idle_s)} idle" if plan.schedule and idle_s > 0 else ""

@@ -1,7 +1,7 @@
-"""Everything that a user marks -> pins: path rules, placed arguments, Flax metadata, marks inside.
+"""Turns all marks of a user into pins: path rules, placed arguments, Flax metadata, marks inside.
 
-Where two of them speak of one argument both must hold, but a mark inside the model that stands on
-an argument itself says how it is stored only if nothing else does.
+If two of them apply to one argument, both must hold. However, a mark inside the model on an
+argument itself determines how it is stored only if nothing else does.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from planner.rules.kernels.regions import REGION, is_region, region_axes
 from planner.spec import MeshSpec, Sharding
 
 WITHOUT_PINS = frozenset({"STAND_ALONE", "DATA_PARALLEL"})
-"""Modes that say everything themselves."""
+"""Modes that set all shardings themselves."""
 
 
 def all_pins(
@@ -44,11 +44,11 @@ def all_pins(
         args: its arguments.
         shardings: rules over argument paths.
         rules: logical axis rules.
-        mode: STAND_ALONE and DATA_PARALLEL say everything themselves; marks wait for another mode.
-        mesh: the mesh that is given, if any.
+        mode: STAND_ALONE and DATA_PARALLEL set all shardings themselves and ignore marks.
+        mesh: the given mesh, if any.
 
     Raises:
-        PinError: as ``rule_pins``.
+        PinError: as for ``rule_pins``.
     """
     if mode in WITHOUT_PINS:
         return ()
@@ -67,7 +67,7 @@ def all_pins(
 
 
 def ignored_marks(traced: Traced, mode: str) -> tuple[str, ...]:
-    """The note on marks that a mode of ``WITHOUT_PINS`` does not follow; none on one device."""
+    """The note on marks that a mode of ``WITHOUT_PINS`` ignores; none on one device."""
     if mode not in WITHOUT_PINS or mode == "STAND_ALONE":
         return ()
     origins = dict.fromkeys(
@@ -85,8 +85,8 @@ def ignored_marks(traced: Traced, mode: str) -> tuple[str, ...]:
 
 
 def without_axes(pin: Pin, names: Collection[str]) -> Pin | None:
-    """A pin without mesh axes of one device, which leave their dimension free; None where nothing
-    is left of it."""
+    """A pin without mesh axes of one device, which leave their dimension free; None if nothing is
+    left of it."""
     entries: list[Any] = []
     for entry in pin.entries:
         axes = () if entry is None or entry is FREE else Sharding.of([entry]).dims[0]
@@ -110,8 +110,8 @@ def region_meshes(traced: Traced) -> list[tuple[tuple[tuple[str, int], ...], str
 
 
 def marks(traced: Traced, taken: set[int]) -> tuple[Pin, ...]:
-    """Pins of the marks in the model. A mark on an argument itself is how it is stored, too,
-    unless that was asked for otherwise (``taken``)."""
+    """Pins of the marks in the model. A mark on an argument itself also determines how it is
+    stored, unless another pin does (``taken``)."""
     pins = []
     arguments = set(traced.graph.inputs) - taken
     ours = region_mesh(traced)
@@ -135,10 +135,10 @@ def rule_pins(
     rules: Mapping[str, Any], paths: Sequence[str], inputs: Sequence[int]
 ) -> tuple[Pin, ...]:
     """Pins of ``{"regex over path": PartitionSpec(...) or NamedSharding}``, each of them bare or as
-    ``StoredAs``; the first matching rule wins. A path as it is printed is taken literally.
+    ``StoredAs``; the first matching rule wins. A key that equals a printed path is taken literally.
 
     Raises:
-        PinError: a rule that matches no input (the nearest are named), or is no regular expression.
+        PinError: a rule matches no input (names the nearest), or is not a regular expression.
     """
     pins: dict[int, Pin] = {}
     for pattern, spec in rules.items():
@@ -185,7 +185,8 @@ def placed_pins(
 
 
 def placed_mesh(args: Sequence[Any], cluster: str | Cluster) -> dict[str, int] | None:
-    """The mesh of the arguments' NamedShardings: one for all, with the cluster's device count."""
+    """The mesh of all NamedShardings of the arguments; None unless it is one for all and has the
+    cluster's device count."""
     sizes = {
         tuple(x.sharding.mesh.shape.items())
         for x in jax.tree_util.tree_leaves(tuple(args))
@@ -197,7 +198,7 @@ def placed_mesh(args: Sequence[Any], cluster: str | Cluster) -> dict[str, int] |
     try:
         devices = (parse_cluster(cluster) if isinstance(cluster, str) else cluster).num_devices
     except ClusterError:
-        return None  # said when the request is parsed
+        return None  # reported when the request is parsed
     mesh = dict(sizes.pop())
     return mesh if math.prod(mesh.values()) == devices else None
 
@@ -206,8 +207,8 @@ def on_region_mesh(traced: Traced, request: Request) -> Request:
     """A request with the mesh on which the step's regions run; without regions it is unchanged.
 
     Raises:
-        RequestError: regions on different meshes, on another number of devices than the cluster
-            has, or on another mesh than was asked for.
+        RequestError: regions run on different meshes, on another number of devices than the cluster
+            has, or on another mesh than the requested one.
     """
     devices = request.cluster.num_devices
     for op, eqn in zip(traced.graph.ops, traced.eqns, strict=True):

@@ -1,6 +1,6 @@
-"""What may be asked for, once for all doors.
+"""The options of a plan, defined once for all entry points.
 
-An option of a plan is one entry of `Options`: ``make_plan``, ``parallelize``, ``hybrid`` and the
+An option of a plan is one entry of ``Options``: ``make_plan``, ``parallelize``, ``hybrid`` and the
 command line read their keywords, defaults and flags from it.
 """
 
@@ -30,9 +30,9 @@ class Flag:
 
     Attributes:
         help: one line.
-        metavar: what stands for its value.
-        type: makes the value out of the word.
-        choices: the words allowed, if they can be listed; upper case.
+        metavar: placeholder for its value.
+        type: converts the word to the value.
+        choices: the allowed words, if they can be listed; upper case.
         repeated: whether it may be given several times.
     """
 
@@ -52,68 +52,69 @@ def positive_seconds(text: str) -> float:
 
 
 class Options(TypedDict, total=False):
-    """What may be asked of a plan, besides its cluster; what is left out or None takes its default.
+    """The options of a plan, besides its cluster; one that is missing or None takes its default.
 
     mode: one of ``planner.modes.MODES``, or a name of ``SHORT`` ("dp",
         "fsdp", "tp", "fsdp+tp", "pp"); None takes ``set_parallel_mode``'s.
     search: a name of ``planner.search.SEARCHES`` or ``sharding_propagation``; None likewise.
     mesh: a fixed logical mesh (``"data=4,model=2"``); None takes that of the arguments'
-        NamedShardings if it has that number of devices, else tries all up to three axes.
+        NamedShardings if it has the cluster's device count, else tries all up to three axes.
     memory: limit per device (``"80GB"`` or bytes); None takes the device's.
-    host_memory: what of a host's memory a plan may use for each of its devices; None takes what
-        the catalog knows of such hosts, less a reserve.
-    shardings: ``{"regex over argument path": PartitionSpec(...)}``, kept or refused;
+    host_memory: memory of its host that a plan may use for each device; None takes the memory of
+        such hosts in the catalog, less a reserve.
+    shardings: ``{"regex over argument path": PartitionSpec(...)}``, honored or refused;
         ``PartitionSpec.UNCONSTRAINED`` leaves a dimension to the planner.
     logical_axis_rules: pairs of a logical name and mesh axes, for Flax metadata and
         ``nn.with_logical_constraint``; None takes those in force in Flax.
     zero: ZeRO level 0 to 3 along the data axes; None leaves it to the search.
-    whole_below: arrays of the state of fewer bytes (``"64KB"``) are stored whole.
-    never_fsdp: regular expressions over argument paths; what matches is stored as it is used.
-    offload: regular expressions over argument paths; arrays of the state that match live in
+    whole_below: arrays of the state with fewer bytes (``"64KB"``) are stored whole.
+    never_fsdp: regular expressions over argument paths; matching arrays are stored as they are
+        used.
+    offload: regular expressions over argument paths; matching arrays of the state are stored in
         host memory between their uses. ``"auto"``: the search decides which, by what fits.
-    time_limit_s: for the search, per mesh; 60 by default.
-    microbatches: into how many parts the batch is cut, one after the other; their gradients are
-        added up. Equal to the whole batch, or refused with the line that couples examples. None:
-        1, or more where memory is short; ``"auto"``: the search decides.
+    time_limit_s: seconds for the search, per mesh; 60 by default.
+    microbatches: number of parts of the batch that run one after the other; their gradients are
+        added up. Results equal those of the whole batch, or the step is refused with the line that
+        couples examples. None: 1, or more if memory is short; ``"auto"``: the search decides.
     replicas: number of groups that the examples of each microbatch are split into. Each group
         accumulates its gradients over all microbatches, and they are summed once per step. If each
         group has its own devices, gradients are reduced once instead of in every microbatch, or in
-        every turn of a loop over time. None: the number that is predicted fastest where there is
-        such a loop; 1: a reduction in every turn.
-    pad_batch: number of examples that the batch is filled up to, so that the devices divide it.
-        Sums leave the added ones out, so results are equal; or refused with the line that couples
-        examples. ``"auto"``: the next number that the devices divide, where that is predicted to
-        be faster. Not together with microbatches, replicas or stages. None: as it is.
-    statistics: whose the values are that examples make together (means of BatchNorm, a balance loss
-        of experts): the whole batch's, ``"batch"`` (the default: microbatches are refused), or
-        ``"per-microbatch"``: as if each microbatch were a batch of its own, whose losses and
-        gradients are averaged, or added up where they are sums. Other numbers than the whole
-        batch's; the plan says where. Not together with replicas, stages or pad_batch.
-    remat: what the backward pass computes again: ``"none"``, ``"full"``, ``"dots"`` (all but
-        products), ``"offload"`` (``"full"``, what is kept waits in host memory), a number: what
-        costs at most so many flop per byte that it frees, or ``"offload:512"``: likewise, and what
-        is kept waits in host memory. None: ``"none"``, or more where nothing
-        else fits; ``"auto"``: the search decides.
-    chunks: into how many parts the rows of products are cut whose result is much larger than what
-        they multiply (scores of attention, logits): the scores of some rows live at a time. None:
-        1, or more where memory is short; ``"auto"``: the search decides.
-    stages: into how many pipeline stages the repeated layers are cut, each on devices of its own
-        (the mesh axis ``stage``); microbatches pass through them (1F1B), four for each stage where
-        ``microbatches`` says nothing. Equal to the plain step, or refused with the line. Manual:
-        regular expressions over lines, or over paths of arrays of the state, and the stage that
-        begins where the forward pass first meets one; implies ``schedule="1f1b"``.
-    schedule: makes each stage a program of its own, which need not be like the others, and says in
-        which order the passes run: ``"1f1b"``, ``"gpipe"``, ``"zb-h1"``, ``"zb-h2"``,
-        ``"zb-v"``, ``"interleaved-2"`` (chunks per device), or the fastest of them (``"auto"``); a
-        file of your own (``costmodels.orders.write_order``), or an ``Order``, says how many stages
-        and microbatches there are, too. None: all stages in one program, which takes equal ones.
+        every iteration of a loop over time. None: the number that is predicted fastest if there is
+        such a loop; 1: a reduction in every iteration.
+    pad_batch: number of examples that the batch is padded to, so that the devices divide it. Sums
+        exclude the padding, so results are equal, or the step is refused with the line that couples
+        examples. ``"auto"``: the next number that the devices divide, if that is predicted to be
+        faster. Not together with microbatches, replicas or stages. None: no padding.
+    statistics: whether statistics over examples (means of BatchNorm, a load-balancing loss of
+        experts) are those of the whole batch, ``"batch"`` (the default: microbatches are refused),
+        or ``"per-microbatch"``. In the latter case each microbatch counts as a batch; losses and
+        gradients are averaged, or added up if they are sums. Results differ from those of the whole
+        batch; the plan says where. Not together with replicas, stages or pad_batch.
+    remat: what the backward pass recomputes: ``"none"``, ``"full"``, ``"dots"`` (all but products),
+        ``"offload"`` (``"full"``, with stored values in host memory), a number (what costs at most
+        this many FLOPs per byte that it frees), or ``"offload:512"`` (likewise, with stored values
+        in host memory). None: ``"none"``, or more if nothing else fits; ``"auto"``: the search
+        decides.
+    chunks: number of parts of the rows of products whose result is much larger than their operands
+        (attention scores, logits); only some rows of the result are in memory at a time. None: 1,
+        or more if memory is short; ``"auto"``: the search decides.
+    stages: number of pipeline stages that the repeated layers are cut into, each on its own devices
+        (the mesh axis ``stage``). Microbatches pass through them (1F1B), four per stage unless
+        ``microbatches`` is set. Results equal those of the plain step, or it is refused with the
+        line. Manual: regular expressions over lines, or over paths of arrays of the state, and the
+        stage that begins at the first match in the forward pass; implies ``schedule="1f1b"``.
+    schedule: makes each stage a separate program, which may differ from the others, and sets the
+        order of the passes: ``"1f1b"``, ``"gpipe"``, ``"zb-h1"``, ``"zb-h2"``, ``"zb-v"``,
+        ``"interleaved-2"`` (chunks per device), or the fastest of them (``"auto"``). A file that
+        you write (``costmodels.orders.write_order``), or an ``Order``, also sets the numbers of
+        stages and microbatches. None: all stages in one program, which requires equal stages.
     confirm: ``"tpu"`` or ``"gpu"``: compile the best few plans ahead of time for the cluster, and
         choose the fastest that fits.
-    candidates: plans of different meshes to compile; 3 by default.
-    confirm_limit_s: no compilation starts after these seconds; 90 by default.
-    compiler_options: for XLA, as for ``jax.jit`` (or ``"NAME=VALUE"`` texts); the plan keeps them.
-    dump_problem: a file for the optimisation problem of the chosen mesh, in the IOPDDL form;
-        written also when no plan fits.
+    candidates: number of plans of different meshes to compile; 3 by default.
+    confirm_limit_s: no compilation starts after this many seconds; 90 by default.
+    compiler_options: for XLA, as for ``jax.jit`` (or ``"NAME=VALUE"`` texts); stored in the plan.
+    dump_problem: a file for the optimization problem of the chosen mesh, in the IOPDDL form;
+        written also if no plan fits.
     """
 
     mode: Annotated[
@@ -273,7 +274,7 @@ OPTIONS = tuple(Options.__annotations__)
 
 
 def flags() -> dict[str, Flag]:
-    """The options that the command line has, by name."""
+    """The flags of the command line, by option name."""
     hints = get_type_hints(Options, include_extras=True)
     hint_args = {name: get_args(hint) for name, hint in hints.items()}
     return {
@@ -304,11 +305,11 @@ def given_options(door: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options that are not None.
 
     Args:
-        door: the function that took them, for the error.
+        door: the function that received them, for the error message.
         options: its keywords.
 
     Raises:
-        TypeError: a keyword is no option; names the nearest.
+        TypeError: a keyword is not an option; names the nearest.
     """
     for name in options:
         if name not in OPTIONS and name not in DECISIONS:

@@ -1,4 +1,4 @@
-"""What was asked for, parsed."""
+"""Parses the request of a plan."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from planner.spec import MeshSpec, parse_mesh
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked for, parsed."""
+    """The parsed request of a plan."""
 
     cluster: Cluster
     model: CostModel
@@ -40,17 +40,17 @@ class Request:
     limit_bytes: float
     time_limit_s: float
     effort_s: float = math.inf
-    """Counted work of the searches that take an effort, in seconds: a plan must not depend on how
-    busy the machine is."""
+    """Limit on the counted work, in seconds, of searches that take an effort: a plan must not
+    depend on the load of the machine."""
     state: StateRequest = field(default_factory=StateRequest)
     sequence: str = ""
     """A mesh axis over which the batch's second dimension stays split (sequence parallelism)."""
     decided: Mapping[str, Any] = field(default_factory=lambda: parsed({}))
-    """What is asked of decisions besides shardings, by name."""
+    """Requests for decisions besides shardings, by name."""
     tensor: str = ""
     """A mesh axis over which every parameter is split where it is read (tensor parallelism)."""
     device_bytes: float = 0.0
-    """Memory of a device where the limit is that less a reserve; 0 where a limit was given."""
+    """Memory of a device if the limit is that less a reserve; 0 if a limit was given."""
     shardings: Mapping[str, Any] = field(default_factory=dict)
     """Rules over argument paths."""
     dump_problem: str | Path | None = None
@@ -60,21 +60,21 @@ class Request:
     candidates: int = 1
     """Plans of different meshes to compile."""
     confirm_limit_s: float = 90.0
-    """No compilation starts after these seconds."""
+    """No compilation starts after this many seconds."""
     compiler_options: tuple[tuple[str, str], ...] = ()
     """XLA options."""
     stages: int = 1
     """Pipeline stages: the size of the mesh axis ``stage``."""
     staged: bool = False
-    """Whether two stages or more are asked for, however many."""
+    """Whether the mode requires two or more stages, of any number."""
     placed: bool = False
-    """Whether the mesh is that of the arguments' shardings, and nobody asked for it."""
+    """Whether no mesh was given, so that one may come from the arguments' shardings."""
     advice: bool = True
-    """Whether to try what would help when no plan fits."""
+    """Whether to search for what would help if no plan fits."""
 
     @property
     def spreads(self) -> bool:
-        """Whether what is given is only completed, rather than all else searched."""
+        """Whether given shardings are only completed, instead of all others being searched."""
         return self.mode != "AUTO_PARALLEL" or self.search == PROPAGATION
 
 
@@ -87,8 +87,8 @@ def parse_request(cluster: str | Cluster, **options: Unpack[Options]) -> Request
             that supports them applies them there.
 
     Raises:
-        RequestError: an option that has no meaning here, or a value that it can't have.
-        TypeError: a keyword is no option.
+        RequestError: an option does not apply here, or has an invalid value.
+        TypeError: a keyword is not an option.
     """
     plan_options = Options(**given_options("make_plan", options))  # type: ignore[typeddict-item]
     if "logical_axis_rules" in plan_options:
@@ -154,8 +154,8 @@ def _parsed_mesh(
     mode: str | None,
     described: Cluster,
 ) -> MeshSpec | None:
-    """The mesh that is asked for, with its axes of one device; raises RequestError where it is none
-    of the mode or of the cluster. ``mode``: the one given, for the error."""
+    """The requested mesh, including axes of one device; raises RequestError if it does not match
+    the mode or the cluster. ``mode``: the given mode, for the error message."""
     if isinstance(mesh, str):
         mesh = parse_mesh(mesh, described.num_devices)
     elif isinstance(mesh, Mapping):
@@ -178,7 +178,7 @@ def _parsed_mesh(
 
 
 def _check_short(chosen: ParallelMode, name: str, plan_options: Options) -> None:
-    """Raises RequestError where an option contradicts what a mode's name says."""
+    """Raise RequestError if an option contradicts the name of the mode."""
     zero = plan_options.get("zero")
     if chosen.zero is not None and zero not in (None, chosen.zero):
         raise RequestError(

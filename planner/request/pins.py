@@ -1,4 +1,4 @@
-"""Pins and modes -> masks over each group's strategies."""
+"""Turns pins and modes into masks over each group's strategies."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def axis_names(pins: Sequence[Pin]) -> tuple[str, ...]:
 
 
 def in_pinned_order(names: Sequence[str], pins: Sequence[Pin]) -> tuple[str, ...]:
-    """Mesh axes in an order in which all dimensions name theirs, where there is one: a sharding
-    lists the axes of a dimension in mesh order. Otherwise as they are."""
+    """Mesh axes in an order that agrees with the axes of every pinned dimension, if there is one;
+    otherwise as they are. A sharding lists the axes of a dimension in mesh order."""
     dims = [axes for pin in pins for axes in Sharding.of(pin.fixed).dims if len(axes) > 1]
     behind = nx.DiGraph(pair for axes in dims for pair in itertools.pairwise(axes))
     behind.add_nodes_from(names)
@@ -45,10 +45,10 @@ def in_pinned_order(names: Sequence[str], pins: Sequence[Pin]) -> tuple[str, ...
 
 
 def pin_masks(pins: Sequence[Pin], graph: Graph, groups: Groups, mesh: MeshSpec) -> dict[int, Mask]:
-    """Which strategies honour every pin.
+    """Masks of the strategies that honor every pin, by group.
 
     Raises:
-        PinError: a pin that can't hold, by name: an axis that the mesh lacks, a dimension
+        PinError: a pin can't be honored, and is named: an axis that the mesh lacks, a dimension
             that doesn't divide, a dimension that an operation needs whole, or two pins
             that contradict each other.
     """
@@ -117,7 +117,7 @@ def _digits(spec: Sharding, mesh: MeshSpec, origin: str) -> list[int]:
 
 
 def check_rules(given: Any) -> Mapping[str, Any]:
-    """Rules for arguments; raises RequestError."""
+    """Check the rules for arguments; raises RequestError."""
     if given is None or (isinstance(given, Mapping) and all(isinstance(k, str) for k in given)):
         return given or {}
     raise RequestError(
@@ -134,11 +134,11 @@ def mode_pins(
     pinned: Sequence[Pin],
     examples: Mapping[int, int],
 ) -> tuple[Pin, ...]:
-    """What a mode says about the inputs that the user did not pin.
+    """The pins that a mode implies for the inputs that the user did not pin.
 
-    DATA_PARALLEL and SEMI_AUTO_PARALLEL split the dimension of examples of the batch, and of state
-    that has such, over the data axes: the first, or that of ``examples``. Every other input is
-    replicated.
+    DATA_PARALLEL and SEMI_AUTO_PARALLEL split the example dimension of the batch, and of state with
+    examples, over the data axes: the first dimension, or that in ``examples``. Every other input is
+    replicated. AUTO_PARALLEL implies no pins.
     """
     if mode == "AUTO_PARALLEL":
         return ()
@@ -169,7 +169,7 @@ def soft_masks(
     mesh: MeshSpec,
     hard: Mapping[int, Mask],
 ) -> dict[int, Mask]:
-    """Masks of ``mode_pins``: a wish that contradicts the user's pins or the operations yields."""
+    """Masks of ``mode_pins``; a pin that contradicts the user's pins or operations is dropped."""
     masks = dict(hard)
     for pin in pins:
         try:

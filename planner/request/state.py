@@ -1,11 +1,12 @@
-"""What may be asked of the training state as a whole: ZeRO levels, opt-outs, a size threshold.
+"""Requests for the training state as a whole: ZeRO levels, opt-outs, a size threshold.
 
-The *state* is what a step carries on: inputs that come back as results. Its moments
-(``planner.graph.labels.roles``) are *optimizer state*; all else and frozen weights, which do not
-come back, count as *parameters*, but for what has a row per example: it goes with the batch. ZeRO
-(Rajbhandari et al. 2020) splits over the data axes: level 1 the optimizer state, level 2 the
-gradients as well, level 3 the parameters, too. As gradients are always reduced straight into the
-shards of what they update, levels 1 and 2 are one plan here.
+The *state* consists of the inputs that come back as results. Its moments
+(``planner.graph.labels.roles``) are *optimizer state*. All other state counts as *parameters*, and
+so do frozen weights, which do not come back. State with a row per example goes with the batch, and
+buffers larger than all trained parameters are neither. ZeRO (Rajbhandari et al. 2020) shards over
+the data axes: level 1 the optimizer state, level 2 also the gradients, level 3 also the parameters.
+Gradients are always reduced directly into the shards of what they update, so levels 1 and 2 give
+one plan here.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ DATA_AXES = frozenset({"data", "fsdp"})
 
 @dataclass(frozen=True)
 class StateRequest:
-    """What is asked of the state.
+    """The options for the state.
 
     Attributes:
         zero: ZeRO level 0 to 3; None leaves it to the search.
-        whole_below: arrays of fewer bytes are stored whole.
-        never_fsdp: regular expressions over argument paths; arrays that match are stored as they
-            are used, so that nothing is gathered for them.
+        whole_below: arrays with fewer bytes are stored whole.
+        never_fsdp: regular expressions over argument paths; matching arrays are stored as they are
+            used, so that they are not gathered.
     """
 
     zero: int | None = None
@@ -69,7 +70,7 @@ def check_state_request(
 
 
 def data_axes(mesh: MeshSpec) -> tuple[str, ...]:
-    """The axes that data parallelism lies on: by name, else the first."""
+    """The mesh axes of data parallelism: by name (``DATA_AXES``), else the first axis."""
     named = tuple(n for n in mesh.names if n.rstrip("23456789") in DATA_AXES)
     return named or mesh.names[:1]
 
@@ -78,7 +79,7 @@ def data_axes(mesh: MeshSpec) -> tuple[str, ...]:
 class TrainingState:
     """The arrays of a step's state: graph values, and which of them are parameters.
 
-    ``bound`` are those that a ``never_fsdp`` names.
+    ``others`` are optimizer state; ``bound`` are the arrays that match ``never_fsdp``.
     """
 
     parameters: frozenset[int]
@@ -91,12 +92,12 @@ class TrainingState:
         return tuple(sorted(self.parameters | self.others | self.bound))
 
     def label(self, value: int) -> Hashable:
-        """What tells a value apart from others of its shape."""
+        """A key that distinguishes a value from others of its shape."""
         return value in self.parameters, value in self.others, value in self.bound
 
 
 def find_state(graph: Graph, request: StateRequest) -> TrainingState:
-    """The state of a step, and what a request names in it.
+    """The state of a step, and the arrays in it that a request names.
 
     Raises:
         RequestError: a pattern matches no argument; says what paths look like.
@@ -141,12 +142,12 @@ def state_masks(
     mesh: MeshSpec,
     hard: Mapping[int, Mask],
 ) -> dict[int, Mask]:
-    """Masks that hold a request as far as pins, divisibility and the operations allow.
+    """Masks that enforce a request as far as pins, divisibility and the operations allow.
 
     Args:
-        state: of the graph.
-        request: what is asked.
-        pinned: values whose storage the user gave; they keep it.
+        state: the state of the graph.
+        request: the options for the state.
+        pinned: values whose stored sharding the user pinned; it does not change.
         graph, groups, mesh: as for ``pins.pin_masks``.
         hard: masks so far.
     """
@@ -183,16 +184,16 @@ def state_masks(
 
 
 def is_value_group(group: Group, layout: Layout) -> bool:
-    """Whether a group decides about nothing but the dimensions of a value. A bias shares its
-    group with activations, which must not follow it."""
+    """Whether a group determines only the dimensions of one value. A bias shares its group with
+    activations, which must not follow it."""
     return all(f in layout for f, ok in enumerate(group.shardable) if ok)
 
 
 def _along(
     axes: Sequence[int], store: NDArray[np.int64], use: NDArray[np.int64], whole: bool
 ) -> Mask:
-    """Strategies that store a value whole along some axes, or split as far as it divides; an axis
-    that splits only the store gathers for use."""
+    """Strategies that store a value whole along some axes, or split as far as it divides. A value
+    is gathered for use along an axis that splits only its store."""
     split = (store[:, axes] > 0).sum(axis=1)
     if whole:
         return np.asarray(split == 0)

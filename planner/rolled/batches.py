@@ -1,4 +1,4 @@
-"""Operations of their own on each row of a stack, such as an optimizer's: one on the stack."""
+"""Joins separate operations on the rows of a stack, such as an optimizer's, into one operation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from planner import compat
 from planner.graph.flat import Call, FlatJaxpr, runs_once
 
 ROUNDS = 24
-"""How often operations are put together, those left out that turn out to lack a row."""
+"""Most attempts to form batches; each one leaves out operations that turn out to lack a row."""
 
 Place = tuple[Any, int]
 """A stack and a row of it."""
@@ -21,8 +21,8 @@ class Batch:
     """The same operation on every row.
 
     Attributes:
-        calls: per row.
-        by_row: per operand, whether it is a row, or the same for all.
+        calls: one call per row.
+        by_row: per operand, whether it is a row; otherwise it is the same for all.
     """
 
     calls: tuple[int, ...]
@@ -31,12 +31,12 @@ class Batch:
 
 @dataclass(frozen=True, eq=False)
 class Batches:
-    """What was put together.
+    """The batches of a program.
 
     Attributes:
-        batches: in the order of their first calls.
-        same: values that are made as another one is, which stands for them.
-        dropped: calls that make nothing but such values.
+        batches: the batches, in the order of their first calls.
+        same: per value that is computed like an earlier one, the earlier one, which replaces it.
+        dropped: calls that compute only such values.
     """
 
     batches: tuple[Batch, ...]
@@ -47,13 +47,13 @@ class Batches:
 def batches_of(
     flat: FlatJaxpr, place: Mapping[int, Place], length: Callable[[Any], int], taken: set[int]
 ) -> Batches:
-    """Put operations together.
+    """Join operations into batches.
 
     Args:
         flat: the program.
-        place: values that are rows.
-        length: how many rows such a stack has.
-        taken: calls that stand in loops.
+        place: per value that is a row, its stack and its row there.
+        length: number of rows of a stack.
+        taken: calls that are in loops.
     """
     kinds: dict[Any, int] = {}
     known = [kinds.setdefault(kind_of(call), len(kinds)) for call in flat.calls]
@@ -74,15 +74,15 @@ def _round(
     alone: set[int],
     kinds: Sequence[int],
 ) -> Batches | set[int]:
-    """The batches without some calls; or more calls that must be left out."""
+    """The batches without the calls in ``alone``; or more calls that must be left out."""
     where: dict[int, Place] = dict(place)
     same: dict[int, int] = {}
     dropped: set[int] = set()
     groups: dict[int, dict[int, int]] = {}
     rows_of: dict[int, int] = {}
     first: dict[int, int] = {}
-    # a number per kind of call and what it reads: with what those calls read in turn, such a key
-    # would be as large as all paths to it
+    # a number per kind of call and its operands: a key that contains the keys of the operands would
+    # be as large as all paths to the call
     numbers: dict[Any, int] = {}
     parts_of: list[tuple[Any, ...]] = []
 
@@ -113,7 +113,7 @@ def _round(
         if key == len(parts_of):
             parts_of.append(tuple(parts))
         twin = groups[key].get(min(rows), -1) if rows and key in groups else first.get(key, -1)
-        if twin >= 0:  # made once already
+        if twin >= 0:  # computed already
             same.update(zip(call.outs, flat.calls[twin].outs, strict=True))
             dropped.add(at)
             continue
@@ -127,7 +127,7 @@ def _round(
         rows_of[key] = sizes.pop()
         where.update({v: ((key, o), row) for o, v in enumerate(call.outs)})
     lacking = {key for key, calls in groups.items() if len(calls) < rows_of[key]}
-    if lacking:  # what only reads the results of such may still find others
+    if lacking:  # groups that only read their results may still become complete
         first_of = [
             key
             for key in lacking
@@ -155,17 +155,17 @@ def _adds_scalars(call: Call) -> bool:
 
 
 def literal_of(atom: Any) -> tuple[str, str]:
-    """Equal for literals of the same value."""
+    """A key that is equal for literals of the same value."""
     return "literal", str(atom.val)
 
 
 def kind_of(call: Call) -> Any:
-    """Equal for operations of the same types and parameters."""
+    """A key that is equal for operations of the same types and parameters."""
     params = tuple((name, _plain(value)) for name, value in sorted(call.eqn.params.items()))
     avals = tuple(str(v.aval) for v in (*call.eqn.invars, *call.eqn.outvars))
     return call.kind, call.backward, call.made, params, avals
 
 
 def _plain(value: Any) -> Any:
-    """A parameter to compare; programs are equal to themselves alone."""
+    """A parameter in comparable form; programs and functions compare by identity."""
     return id(value) if hasattr(value, "jaxpr") or callable(value) else str(value)

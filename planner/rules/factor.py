@@ -62,7 +62,7 @@ class FactorRule:
     origin: str
 
     def __str__(self) -> str:
-        """The rule in a text form close to Shardy's; ``1`` stands for a dimension of no factor."""
+        """The rule as text in a form close to Shardy's; ``1`` is a dimension without factors."""
 
         def values(items: tuple[Mapped, ...]) -> str:
             return ", ".join(
@@ -179,12 +179,13 @@ def canonical_rule(
 ) -> FactorRule:
     """Bring a loosely written rule to canonical form, restricting it where it is unsound.
 
-    Factors of size one go. A dimension whose factors do not make up its size gets
-    a replicated factor of its own, and the factors it had are replicated. So are
-    factors used twice by one value, those of operands only that are no reduction,
-    and those that are minor to a replicated one in some dimension (a dimension is
-    sharded in contiguous blocks, so its major factors come first). Factors are
-    renumbered in order of appearance.
+    Factors of size one are removed. If the factors of a dimension do not make up its
+    size, the dimension gets a new replicated factor, and its old factors become
+    replicated. These factors become replicated as well: factors used twice by one
+    value, factors of operands only that are no reduction, and factors that are minor
+    to a replicated one in some dimension (a dimension is sharded in contiguous
+    blocks, so its major factors come first). Factors are renumbered in order of
+    appearance.
     """
     sizes = list(sizes)
     blocked = set(replicated)
@@ -268,7 +269,7 @@ def elementwise_rule(shapes_in: Sequence[Shape], shape_out: Shape, results: int 
 
 
 def identity_rule(shapes: Sequence[Shape]) -> FactorRule:
-    """The rule of an operation that passes each operand on as the result of its position."""
+    """The rule of an operation that returns each operand as the result at its position."""
     sizes = [size for shape in shapes for size in shape]
     numbers = iter(range(len(sizes)))
     mapped = [[[next(numbers)] for _ in shape] for shape in shapes]
@@ -276,7 +277,7 @@ def identity_rule(shapes: Sequence[Shape]) -> FactorRule:
 
 
 def opaque_rule(in_shapes: Sequence[Shape], out_shapes: Sequence[Shape]) -> FactorRule:
-    """The rule that lets nothing be sharded: each dimension is a replicated factor of its own."""
+    """The rule that forbids all sharding: each dimension is a separate replicated factor."""
     sizes = [size for shape in (*in_shapes, *out_shapes) for size in shape]
     numbers = iter(range(len(sizes)))
     mapped = [[[next(numbers)] for _ in shape] for shape in (*in_shapes, *out_shapes)]

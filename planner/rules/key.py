@@ -1,4 +1,4 @@
-"""The identity of an equation as far as its factor rule is concerned."""
+"""The properties of an equation that determine its factor rule."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class EqnKey:
     """A primitive with its parameters and the abstract values around it.
 
     Literal inputs are given as abstract values like any other input. Abstract
-    values need a ``shape`` and a ``dtype`` only. ``unused`` are results that nobody reads, as far
-    as the rule may depend on that (kernels that keep scratch memory in results).
+    values need only a ``shape`` and a ``dtype``. ``unused`` holds the indices of unused results, if
+    the rule may depend on them (kernels that keep scratch memory in results).
     """
 
     primitive: jex_core.Primitive

@@ -1,4 +1,4 @@
-"""Writing factor rules by hand, with a label for each dimension."""
+"""Builds factor rules from a label for each dimension."""
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ def build(
 def reshape_labels(
     before: Shape, after: Shape
 ) -> tuple[list[Label | list[Label]], list[Label | list[Label]], dict[Label, int]] | None:
-    """The factors that two shapes of the same elements share, and the sizes of these.
+    """The common factors of two shapes of the same elements, and the sizes of these factors.
 
-    Dimensions of both shapes are cut at each other's boundaries. Where a run of
-    dimensions cannot be cut so, none of them is to be sharded.
+    Dimensions of both shapes are cut at each other's boundaries. If a run of
+    dimensions can't be cut this way, none of them can be sharded.
     """
     if math.prod(before) != math.prod(after) or 0 in before:
         return None

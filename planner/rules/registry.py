@@ -19,12 +19,12 @@ __all__ = ["ELEMENTWISE", "RuleBook", "rules_for"]
 
 
 class RuleBook:
-    """Finds rules and remembers them.
+    """Finds rules and caches them.
 
-    Elementwise equations are recognised by name and shapes. Shardy is asked for all
-    others together; where it has no rule a hand-written one stands in, or the one that the
-    user's function declares, or that its grid gives (Pallas). Where there is none of these nothing
-    of the equation can be sharded.
+    Elementwise equations are recognized by name and shapes. Kernels have registered rules, or the
+    rules of their grids (Pallas). Shardy gives the rules of most others, in one batch. Without a
+    rule from Shardy, a hand-written one applies, or the one that the user's function declares.
+    Without any rule, the equation can't be sharded.
     """
 
     def __init__(self, *, use_shardy: bool = True) -> None:
@@ -48,7 +48,7 @@ class RuleBook:
         return [r if isinstance(r, FactorRule) else self._known[r] for r in rules_or_keys]
 
     def _look_up(self, missing: dict[Hashable, EqnKey]) -> None:
-        """Find and remember the rules of equations not met before."""
+        """Find and cache the rules of new equations."""
         signatures = [
             signature
             for signature, item in missing.items()
@@ -68,15 +68,15 @@ class RuleBook:
             self._known[signature] = _guarded(item, rule or whole)
 
     def forget(self) -> None:
-        """Find all rules anew."""
+        """Clear the cache."""
         self._known.clear()
 
 
 def _guarded(item: EqnKey, rule: FactorRule) -> FactorRule:
-    """Keep whole what XLA partitions wrongly (each seen with plain sharding constraints on CPU).
+    """Replicate what XLA partitions wrongly (each seen with plain sharding constraints on CPU).
 
     * The indexed dimensions of a scatter at one index: the partitioner merges the slice that
-      shards the operand with the scatter's own and loses the clamp between them.
+      shards the operand with the scatter's own slice and loses the clamp between them.
     * The reduced dimensions of ``reduce_xor``, and of ``reduce_or`` and ``reduce_and`` of integers:
       XLA has no all-reduce that combines the parts.
     * Dimensions that a pad changes (the gradient of a strided slice is one), and those that a
@@ -118,5 +118,5 @@ when_registered(_BOOK.forget)
 
 
 def rules_for(items: Sequence[EqnKey]) -> list[FactorRule]:
-    """The rule of each first-order equation, remembered for the life of the process."""
+    """The rule of each first-order equation, cached for the life of the process."""
     return _BOOK.rules_for(items)

@@ -1,8 +1,8 @@
-"""Several memories as one: pools side by side in time.
+"""Combines several memories into one: pools side by side in time.
 
-At every moment the bytes that are live in a pool stay under its limit. With the moments of each
-pool behind those of the one before, and its bytes in units of the first pool's limit, that is one
-limit for all moments: the problem of one pool, as IOPDDL has it, with the same feasible choices.
+At every moment, the live bytes of a pool must stay under its limit. The moments of each pool follow
+those of the previous one, and its bytes are scaled to the first pool's limit. This gives one limit
+for all moments: a problem with one pool, as in IOPDDL, with the same feasible choices.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ def side_by_side(
     """Lay the usages of several pools out for one limit.
 
     Args:
-        usages: in moments and bytes of their own pool.
+        usages: the usages, each in moments and bytes of its pool.
         limits: name and limit in bytes of each pool, by number; infinity: none.
 
     Returns:
         The usages, the limit and the pools of a `Problem`. Pools without limit or usages are left
-        out, but for the first; no pools where that alone is left.
+        out, except the first. The pools are empty if only the first is left.
     """
     used = {usage.pool for usage in usages}
     pool_ids = [
@@ -55,7 +55,7 @@ def side_by_side(
 
 
 def pool_peaks(problem: Problem, choice: Sequence[int]) -> dict[str, float]:
-    """The peak of each pool of a choice, in its own bytes, by name; none where there is one."""
+    """The peak of each pool under a choice, by pool name, in unscaled bytes; empty for one pool."""
     if not problem.pools:
         return {}
     moments, profile = memory_profile(problem, choice)

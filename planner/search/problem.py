@@ -1,11 +1,11 @@
-"""The planner's optimisation problem, as numbers only, and its one evaluator.
+"""The planner's optimization problem, in numbers only, and its evaluator.
 
 Every node i takes one strategy x_i.  The cost of a choice x is
 
     cost(x) = sum_i c_i[x_i] + sum_(a,b) E_ab[x_a, x_b],
 
 and the memory at a moment t is the sum of ``bytes[x_node]`` over the usages live at t.  A choice is
-feasible when its cost is finite (no forbidden entry is used) and the memory never passes the limit.
+feasible if its cost is finite (no forbidden entry is used) and the memory never exceeds the limit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array: TypeAlias = NDArray[Any]
-"""An array whose element type is told by its name and its documentation."""
+"""An array; the element type follows from its name and its documentation."""
 
 FORBIDDEN = 1e18
 """Costs from here on (infinity included) mark a forbidden entry."""
@@ -29,11 +29,11 @@ FORBIDDEN = 1e18
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """A memory with a limit of its own: a device's, its host's.
+    """A memory with a separate limit, such as a device's or its host's.
 
     The pools of a problem stand side by side in time (`planner.search.pools`): the moments of a
-    pool are its own plus ``first``, its bytes its own times ``scale``, so that the limit of the
-    problem is that of every pool.  A search sees one memory and need not know of pools.
+    pool are shifted by ``first`` and its bytes are multiplied by ``scale``, so that the limit of
+    the problem is the limit of every pool.  A search handles one memory, without regard to pools.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Pool:
 @dataclass(frozen=True, eq=False)
 class Usage:
     """Memory of a node: ``bytes[s]`` bytes under strategy s, live in the moments [start, end) of
-    ``pool``, the number of one of the problem's."""
+    ``pool``, an index into the problem's pools."""
 
     node: int
     start: int
@@ -71,10 +71,10 @@ class Problem:
     strategy does not use the axis.  Only the axis-by-axis search reads it.
 
     ``counts`` marks a quotient (`folding`): how many equal nodes of a larger problem each node
-    stands for.  Its costs are totals over them, and of its bounds only those by reparametrisation
-    hold for the larger problem.
+    stands for.  Its costs are totals over them.  Only reparametrization bounds of a quotient hold
+    for the larger problem.
 
-    ``pools`` are the memories that the usages take room in; empty: one, as in IOPDDL.
+    ``pools`` are the memories that the usages occupy; empty: one, as in IOPDDL.
     """
 
     names: tuple[str, ...]
@@ -88,7 +88,7 @@ class Problem:
 
 
 class Verdict(StrEnum):
-    """What is known of a solution's choice."""
+    """What is proved about a solution's choice."""
 
     OPTIMAL = "optimal"
     """Feasible, and its cost meets the bound to a relative 1e-9."""
@@ -102,10 +102,10 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Solution:
-    """A choice, what it costs, and what is known about how good it is.
+    """A choice, its cost, and the bounds that are known.
 
     ``lower_bound_s`` bounds the cost of every feasible choice from below.  An infeasible solution
-    holds the choice with the least memory peak that was found, and ``reason`` says what is missing.
+    holds the choice with the lowest memory peak found, and ``reason`` says what is missing.
     """
 
     choice: tuple[int, ...]
@@ -127,7 +127,7 @@ class Solution:
 
     @property
     def verdict(self) -> Verdict:
-        """What is known of the choice: by its cost and bound, never by ``reason``."""
+        """The verdict, derived from the cost and the bound, never from ``reason``."""
         if self.feasible:
             return Verdict.OPTIMAL if self.gap <= 1e-9 else Verdict.FEASIBLE
         return Verdict.IMPOSSIBLE if self.lower_bound_s == math.inf else Verdict.NOT_FOUND
@@ -175,8 +175,8 @@ def profile_of(
         nbytes: bytes.
 
     Returns:
-        ``(moments, bytes)`` as `memory_profile` has them; one moment without bytes when there is
-        no interval.
+        ``(moments, bytes)`` as in `memory_profile`; one moment without bytes if there is no
+        interval.
     """
     if not len(starts):
         return np.zeros(1, dtype=np.int64), np.zeros(1)
@@ -187,21 +187,21 @@ def profile_of(
     rise, fall = (np.bincount(at, taken, moments.size) for at in (starts_at, ends_at))
     live, gone = (np.bincount(at[taken > 0], minlength=moments.size) for at in (starts_at, ends_at))
     profile = np.cumsum(rise - fall)
-    profile[np.cumsum(live - gone) == 0] = 0.0  # not what rounding leaves of large arrays
+    profile[np.cumsum(live - gone) == 0] = 0.0  # removes the rounding error of large arrays
     return moments, profile
 
 
 def evaluate(problem: Problem, choice: Sequence[int]) -> tuple[float, float, int]:
-    """Cost, memory peak and first moment of the peak of a choice: the one evaluator.
+    """Cost, memory peak and first moment of the peak of a choice: the only evaluator.
 
     Args:
         problem: the problem.
         choice: one strategy per node.
 
     Returns:
-        ``(cost_s, peak_bytes, peak_moment)``; the cost is infinite when a forbidden entry is used.
-        With pools, the peak is that of the fullest one, in bytes of the problem's limit, and the
-        moment one of that pool.
+        ``(cost_s, peak_bytes, peak_moment)``; the cost is infinite if a forbidden entry is used.
+        With pools, the peak is that of the fullest pool, in scaled bytes, and the moment counts
+        from the start of that pool.
     """
     parts = [float(cost[s]) for cost, s in zip(problem.cost_s, choice, strict=True)]
     parts += [float(edge.cost_s[choice[edge.a], choice[edge.b]]) for edge in problem.edges]
@@ -233,7 +233,7 @@ def make_solution(
         begun: ``time.monotonic()`` at the start of the search.
 
     Returns:
-        The solution; its lower bound is never above its cost when it is feasible.
+        The solution; its lower bound is never above its cost if it is feasible.
     """
     taken = tuple(int(s) for s in choice)
     cost, peak, moment = evaluate(problem, taken)
@@ -246,11 +246,11 @@ def make_solution(
 
 
 def forbidden_solution(problem: Problem, where: str, search: str, begun: float) -> Solution:
-    """The answer when no choice avoids every forbidden entry.
+    """The solution if no choice avoids every forbidden entry.
 
     Args:
         problem: the problem.
-        where: what has no allowed strategy.
+        where: the node without an allowed strategy, in words.
         search: name of the search.
         begun: monotonic start.
 
@@ -293,7 +293,7 @@ def verify(problem: Problem) -> None:
 
 
 def _verify_edges(problem: Problem) -> None:
-    """Check shapes, ends and values of the edges (equal objects are looked at once)."""
+    """Check shapes, ends and values of the edges (values once per object)."""
     count, seen = len(problem.names), set[int]()
     for edge in problem.edges:
         if not (0 <= edge.a < count and 0 <= edge.b < count) or edge.a == edge.b:
@@ -308,7 +308,7 @@ def _verify_edges(problem: Problem) -> None:
 
 
 def _verify_usages(problem: Problem) -> None:
-    """Check the usages: node, interval, shape, finite and not negative (equal objects once)."""
+    """Check the usages: node, interval, shape, finite and not negative (once per object)."""
     seen = set[int]()
     for usage in problem.usages:
         if not 0 <= usage.node < len(problem.names):

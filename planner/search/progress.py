@@ -1,22 +1,23 @@
-"""How a search tells where it stands, and how it is asked to stop early.
+"""Progress reports of a search, and early stopping.
 
-A search reports to the monitor of its context now and then, and returns its best choice soon after
-``should_stop()`` turns true, just as when its time is used up::
+A search reports regularly to the monitor of its context. It returns its best choice soon after
+``should_stop()`` turns true, just as when its time is up::
 
     while better and not time_is_up(deadline):
         ...
-        current().report(Progress(elapsed_s, cost_s, lower_bound_s, feasible, "block 3 of 40"))
+        progress = SearchProgress(elapsed_s, cost_s, lower_bound_s, feasible, "block 3 of 40")
+        current().report(progress)
 
-Whoever wants to listen installs a monitor around the call::
+To receive reports, install a monitor around the call::
 
     monitor = Monitor(print)
     with monitored(monitor):  # elsewhere: monitor.stop(), from any thread or a signal handler
         solution = dynamic_programming(problem)
 
-Without one, reports go nowhere and nothing asks to stop.  A thread that a search starts does not
-see the context: hand it the monitor.  A search that calls another one on a different problem (a
-block, a relaxation) does so under ``silenced()``, so that only costs and bounds of the problem at
-hand are heard, while stopping still works.
+Without a monitor, reports are dropped and the search is not stopped early.  A thread that a search
+starts does not inherit the context: pass it the monitor.  A search that calls another one on a
+different problem (a block, a relaxation) does so under ``silenced()``: only costs and bounds of the
+original problem are reported, and stopping still works.
 """
 
 from __future__ import annotations
@@ -31,14 +32,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SearchProgress:
-    """Where a search stands.
+    """The progress of a search.
 
     Attributes:
         elapsed_s: seconds since the search began.
         cost_s: cost of the best choice so far; infinite while there is none.
-        lower_bound_s: proved bound of every feasible cost; minus infinity while there is none.
+        lower_bound_s: proved lower bound of every feasible cost; minus infinity while there is
+            none.
         feasible: whether the best choice respects the memory limit and all forbidden entries.
-        note: what is being done, in a few words.
+        note: the current activity, in a few words.
     """
 
     elapsed_s: float
@@ -49,7 +51,7 @@ class SearchProgress:
 
 
 class Monitor:
-    """Takes reports and passes on the wish to stop; thread-safe.
+    """Receives reports and holds a stop flag; thread-safe.
 
     Args:
         on_report: called with every report, one at a time, in the thread that reports; it should
@@ -62,17 +64,17 @@ class Monitor:
         self._stop = threading.Event()
 
     def report(self, progress: SearchProgress) -> None:
-        """Tell where the search stands; cheap enough for a few hundred calls a second."""
+        """Report progress; cheap enough for a few hundred calls per second."""
         if self._on_report is not None:
             with self._lock:
                 self._on_report(progress)
 
     def stop(self) -> None:
-        """Ask the search to return the best it has."""
+        """Make the search return its best choice so far."""
         self._stop.set()
 
     def should_stop(self) -> bool:
-        """Whether somebody asked to stop."""
+        """Whether ``stop`` was called."""
         return self._stop.is_set()
 
 
@@ -88,12 +90,12 @@ _CURRENT: ContextVar[Monitor | None] = ContextVar("monitor", default=None)
 
 
 def current() -> Monitor:
-    """The monitor of this context, or one that hears nothing and never stops."""
+    """The monitor of this context, or one that drops reports and never stops."""
     return _CURRENT.get() or Monitor()
 
 
 def time_is_up(deadline: float) -> bool:
-    """Whether ``time.monotonic()`` has reached a deadline or somebody asked to stop."""
+    """Whether ``time.monotonic()`` has reached a deadline or the current monitor is stopped."""
     return time.monotonic() >= deadline or current().should_stop()
 
 
@@ -109,6 +111,6 @@ def monitored(monitor: Monitor) -> Iterator[Monitor]:
 
 @contextmanager
 def silenced() -> Iterator[Monitor]:
-    """Inside the block reports are dropped; asking the outer monitor to stop still works."""
+    """Drop reports inside the block; stopping the outer monitor still works."""
     with monitored(_Silenced(current())) as monitor:
         yield monitor

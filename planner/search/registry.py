@@ -1,12 +1,12 @@
-"""The searches by name: the one place that names them.
+"""The registry of searches: the only place that lists them.
 
 Adding a search takes one file with one function in ``planner/search/searches/`` and one row in
 ``SEARCHES``. The choices of the command line, the error texts and the parallel modes follow. A
 search with a role in choosing a mesh is also named in ``FAST``, ``QUICK`` or ``WHOLE``.
 
 ``sharding_propagation`` (``planner.modes.PROPAGATION``) has no row: it is a request, not a search.
-It raises the price of every reshard that a problem is made from and runs ``FAST`` on the result. A
-bare problem holds no reshards, so there is no function from a problem to a solution to enter.
+It raises the price of every reshard that goes into a problem and runs ``FAST`` on the result. A
+bare problem holds no reshards, so this can't be a function from a problem to a solution.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from planner.search.searches.recursive_programming import recursive_programming
 class Search(Protocol):
     """A search: a problem in, a solution out.
 
-    Besides ``time_limit_s`` it may take any of ``OPTIONS``, and options that have a default.
+    Besides ``time_limit_s`` it may take any of ``OPTIONS``, and other options with a default.
     """
 
     def __call__(self, problem: Problem, *, time_limit_s: float = ...) -> Solution:
@@ -35,8 +35,9 @@ class Search(Protocol):
 
 
 OPTIONS = ("seed", "threads", "effort_s")
-"""What callers may pass to a search that takes it: the seed of its random numbers; the processors
-it may use; the counted work after which it stops, in seconds of one processor of 2020."""
+"""Options that callers may pass to a search that takes them: the seed of its random numbers; the
+processors it may use; the counted work after which it stops, in seconds of one processor of 2020.
+"""
 
 SEARCHES: dict[str, Search] = {
     "auto": auto,
@@ -45,18 +46,17 @@ SEARCHES: dict[str, Search] = {
     "ilp": ilp,
     "recursive_programming": recursive_programming,
 }
-"""Every search by name."""
+"""All searches by name."""
 
 FAST = "recursive_programming"
-"""Compares meshes, and tries what advice and explanations need. Its bound is one by
-reparametrisation: found on a quotient it holds for the whole step. Bounds of other searches don't.
-"""
+"""The search that compares meshes and serves advice and explanations. It has a reparametrization
+bound: computed on a quotient, it holds for the whole step. Bounds of other searches don't."""
 QUICK = frozenset({"auto"})
-"""Take the answer of ``FAST``: on a given mesh, where its bound proves it; where meshes are
-compared, where no plan can be faster by more than that comparison's own margin."""
+"""Searches that take the answer of ``FAST``: on a given mesh, if its bound proves it; in a
+comparison of meshes, if no plan can be faster by more than the margin of the comparison."""
 WHOLE = frozenset({"ilp", "brute"})
-"""Prove optima in ways that say nothing about the whole step when run on its quotient; they get
-the whole step."""
+"""Searches that run on the whole step: their proofs of optimality on a quotient do not hold for
+it."""
 
 
 def options_of(name: str) -> tuple[str, ...]:
@@ -74,7 +74,7 @@ def solve(
         name: one of ``SEARCHES``.
         problem: the problem.
         time_limit_s: seconds to stop after.
-        options: some of ``OPTIONS``; those that the search does not take are left out.
+        options: some of ``OPTIONS``; those that the search does not take are dropped.
 
     Raises:
         ValueError: the problem is malformed, or too large for the search.

@@ -33,7 +33,7 @@ class Fusion:
     glayouts: list[set[Layout]] = field(default_factory=list)
     greduce: list[set[int]] = field(default_factory=list)
     gheld: list[dict[int, frozenset[str]]] = field(default_factory=list)
-    """Per group and factor, the mesh axes that pins ask for; see ``hold``."""
+    """Per group and factor, the mesh axes that pins require; see ``hold``."""
     home: dict[int, tuple[int, Layout]] = field(default_factory=dict)
     adopted: dict[tuple[int, Layout, int, int], tuple[Placed, FactorRule]] = field(
         default_factory=dict
@@ -54,7 +54,7 @@ class Fusion:
         return group
 
     def new_group(self, kind: str, name: str) -> int:
-        """Open a group."""
+        """Create a group."""
         index = len(self.gparent)
         self.gparent.append(index)
         self.gkind.append(kind)
@@ -67,8 +67,8 @@ class Fusion:
         return index
 
     def hold(self, group: int, layout: Layout, axes: Sequence[frozenset[str] | None]) -> None:
-        """Note what a pin asks of a value's dimensions, those that it leaves out to be whole; None:
-        anything goes."""
+        """Record the mesh axes that a pin requires for a value's dimensions; dimensions beyond
+        ``axes`` must be unsharded, and None allows any sharding."""
         whole: tuple[frozenset[str] | None, ...] = (frozenset(),) * (len(layout) - len(axes))
         for atom, pinned_axes in zip(layout, (*axes, *whole), strict=False):
             if atom != LAYOUT_NONE and pinned_axes is not None:
@@ -77,7 +77,7 @@ class Fusion:
     def _held_together(
         self, groups: Iterable[int], root: Callable[[int], int]
     ) -> dict[int, frozenset[str]] | None:
-        """What pins ask of the factors of some groups once these are one; None: contradictions."""
+        """The axes that pins require for the factors of merged groups; None if pins contradict."""
         out: dict[int, frozenset[str]] = {}
         for group in groups:
             for atom, pinned_axes in self.gheld[group].items():
@@ -87,7 +87,7 @@ class Fusion:
         return out if len(set(named)) == len(named) else None
 
     def new_atom(self, group: int, size: int, blocked: bool = False) -> int:
-        """Open a factor in a group."""
+        """Create a factor in a group."""
         atom = len(self.parent)
         self.parent.append(atom)
         self.size.append(size)
@@ -138,11 +138,11 @@ class Fusion:
         """Place a rule in the group of one of its operands, whose layout is ``operand_layout``.
 
         The same as ``instantiate`` in a new group and ``try_union`` along that operand,
-        without making the group. Dimensions of the rule have one factor at most.
+        without creating the group. Dimensions of the rule have one factor at most.
 
         Returns:
-            Layouts of operands and results, or None (nothing changed) where ``try_union``
-            would refuse.
+            Layouts of operands and results, or None (nothing changed) if ``try_union``
+            would return False.
         """
         group = self.gfind(group)
         key = (group, operand_layout, id(rule), operand)
@@ -174,16 +174,16 @@ class Fusion:
         ]
         self.glayouts[group].update([layout for layout in layouts if layout])
         placed = layouts[: len(rule.operands)], layouts[len(rule.operands) :]
-        if spans:  # no factor was made: the next equal operation gets the same layouts
+        if spans:  # no new factor: the next equal operation gets the same layouts
             self.adopted[key] = (placed, rule)
         return placed
 
     def try_union(self, group: int, layout: Layout, other: int, other_layout: Layout) -> bool:
         """Unify two groups along matching layouts.
 
-        False (nothing changed) when a value would clash, when pins in the two ask for different
-        shardings, and when both groups span further factors: a small value (a bias, a mean) is no
-        reason to tie two large ones.
+        Returns False (nothing changed) if a value would clash, if pins in the two groups require
+        different shardings, or if both groups have further factors: a small value (a bias, a mean)
+        is no reason to tie two large ones.
         """
         group, other = self.gfind(group), self.gfind(other)
         if group == other and layout == other_layout:

@@ -1,17 +1,17 @@
-"""Graph + factor rules -> groups: the decisions of a plan.
+"""Builds groups, the decisions of a plan, from a graph and its factor rules.
 
 Operations that only pass dimensions along (elementwise, broadcasts, reductions,
 transposes, loop borders) are tied together by unifying their factors (union-find): every
 value of such a group is a projection of the group's factors, so one assignment of mesh
 axes to factors shards all of them. Operations that mix dimensions (matmuls,
-convolutions, gathers, sorts, slices) are groups of their own; their results flow over a
+convolutions, gathers, sorts, slices) form separate groups; their results flow over a
 ``GroupLink`` into the group of the consumers, where a sharding may change or a partial sum is
-combined. Inputs that such operations read keep a group of their own, so that a parameter
+combined. Inputs that such operations read also form separate groups, so that a parameter
 can be stored under one sharding and used under another (ZeRO; Rajbhandari et al. 2020).
 
-A union is refused when it would put one factor on two dimensions of a value; the
-operation then stands alone. So is one that would give a single decision to two pins that ask for
-different shardings; the value then flows over a link, where it is resharded.
+A union is refused if it would put one factor on two dimensions of a value; the
+operation then forms a separate group. It is also refused if it would give one decision to two pins
+with different shardings; the value then flows over a link, where it is resharded.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ class GroupLink:
     nbytes: float = 0.0
     """Bytes of the whole value as it is sent (``step.kernels.operands``)."""
     sum: int = -1
-    """Number of the sum that it is added to before that is reduced (``planner.space.sums``); -1:
-    none."""
+    """Index of the sum that this value is added to before the reduction (``planner.space.sums``);
+    -1: none."""
     share: float = 1.0
-    """Share of one reduction that it is priced at: one over the addends of its sum."""
+    """Share of one reduction in its price: one over the number of addends of its sum."""
 
     @property
     def off_path(self) -> bool:
-        """Whether little waits for this value: a gradient, or an update of an input."""
+        """Whether little waits for this value, as for a gradient or an update of an input."""
         return self.gradient or self.operand == -1
 
 
@@ -80,8 +80,8 @@ class Group:
     ops: tuple[int, ...]
     name: str
     decisions: tuple[tuple[str, int], ...] = ()
-    """What else is chosen for it than a sharding, by name (``planner.space.decisions``), with the
-    number of options."""
+    """Its decisions other than the sharding, as names (``planner.space.decisions``) with the number
+    of options."""
 
 
 @dataclass(frozen=True)
@@ -93,10 +93,10 @@ class Groups:
     home: tuple[tuple[int, Layout] | None, ...]
     op_layouts: tuple[tuple[int, tuple[Layout, ...], tuple[Layout, ...]] | None, ...]
     fusable: tuple[bool, ...]
-    """Per operation, whether it only passes dimensions along (``is_fusable``), and all that it
-    touches shares one decision."""
+    """Per operation, whether it only passes dimensions along (``is_fusable``), so that all its
+    values share one decision."""
     fuses: tuple[bool, ...]
-    """Per operation, whether compilers fuse it: as those, and sums of gradients per example."""
+    """Per operation, whether compilers fuse it: those, and sums of gradients per example."""
 
 
 def build_groups(graph: Graph, rules: Sequence[FactorRule], pins: Sequence[Pin] = ()) -> Groups:
@@ -168,17 +168,17 @@ class _Grouping:
         self.copies: dict[int, tuple[int, Layout]] = {}
 
     def says_nothing(self, op: Op) -> bool:
-        """Whether an operation is a constraint that asks for nothing, as one on a mesh of one
-        device does: its value has no reason to change its sharding there."""
+        """Whether an operation is a constraint without effect, such as one on a mesh of one
+        device: its value has no reason to change its sharding there."""
         return op.kind == "sharding_constraint" and op.outputs[0] not in self.pinned
 
     def anchors_of(self, value: int) -> int:
-        """How many operations that mix dimensions read a value."""
+        """The number of operations that mix dimensions and read a value."""
         return self.anchors[value]
 
     def repeated(self, op: Op) -> bool:
-        """Place an operation that computes again what another has computed, with that one:
-        compilers compute and send the value once."""
+        """Place an operation that repeats an earlier one with that one: compilers compute and send
+        the value once."""
         firsts = [self.same[v] for v in op.outputs]
         if not firsts or firsts[0] == op.outputs[0] or firsts[0] not in self.fusion.home:
             return False
@@ -202,13 +202,13 @@ class _Grouping:
             self.place(value.index, group, self.fusion.fresh(group, value.shape))
 
     def place(self, value: int, group: int, layout: Layout) -> None:
-        """Give a value its home in a group that no other value is in yet, under its pin."""
+        """Set the home of the first value of a new group, and apply its pin."""
         self.fusion.home[value] = (group, layout)
         if value in self.pinned:
             self.fusion.hold(group, layout, self.pinned[value].axes)
 
     def use(self, op: Op, position: int, value: int, group: int, layout: Layout) -> None:
-        """Link ``value`` into an operand of a group that stands alone."""
+        """Link ``value`` into an operand of a separate group."""
         weight = self.graph.regions[op.region].weight
         source, source_layout = self.fusion.home[value]
         first = self.same[value]
@@ -227,7 +227,7 @@ class _Grouping:
         )
 
     def weight_of(self, value: int, reader: Op) -> float:
-        """How often a value is made in a step; what enters a loop is made in its body."""
+        """How often a step makes a value; a value that enters a loop is made in its body."""
         graph = self.graph
         at = graph.values[value].op
         if at < 0:
@@ -243,7 +243,7 @@ class _Grouping:
         return graph.regions[region].weight
 
     def fuse(self, op: Op, rule: FactorRule) -> None:
-        """Join an operation with the groups of its operands, or link where that would clash."""
+        """Join an operation with the groups of its operands, or link it where they would clash."""
         fusion, values = self.fusion, self.graph.values
         placed, joins = None, -1
         for position, value in enumerate(op.inputs):
@@ -282,7 +282,7 @@ class _Grouping:
                 self.fusion.home[value] = (group, outs[k])
 
     def stand_alone(self, op: Op, rule: FactorRule) -> None:
-        """A group for an operation that mixes dimensions, and one for each of its results."""
+        """Create a group for an operation that mixes dimensions, and one for each result."""
         group = self.fusion.new_group("anchor", op.kind)
         ins, outs = self.fusion.instantiate(group, rule)
         self.fusion.gops[group].append(op.index)
@@ -303,8 +303,8 @@ class _Grouping:
             self.fusion.home[value] = (hub, hub_layout)
 
     def region(self, op: Op, rule: FactorRule) -> None:
-        """A ``shard_map``: nothing of it is decided, and its results are as the marks behind it
-        say (``planner.rules.kernels.regions``)."""
+        """Place a ``shard_map``: it has no decision, and the marks after it give the shardings of
+        its results (``planner.rules.kernels.regions``)."""
         group = self.fusion.new_group("anchor", op.kind)
         self.fusion.gops[group].append(op.index)
         ins: list[Layout] = [(LAYOUT_NONE,) * len(dims) for dims in rule.operands]
@@ -317,12 +317,12 @@ class _Grouping:
                 self.fusion.home[value] = (hub, hub_layout)
 
     def border(self, op: Op) -> None:
-        """A value enters a region or passes a mark: same value, new decision."""
+        """Place a value that enters a region or passes a mark: same value, new decision."""
         for value, out in zip(op.inputs, op.outputs, strict=True):
             shape = self.graph.values[out].shape
             if not self.graph.values[out].splits:
                 continue
-            kind = "edge" if op.kind == EDGE else "fused"  # its readers decide anew
+            kind = "edge" if op.kind == EDGE else "fused"  # its readers have a new decision
             group = self.fusion.new_group(kind, op.kind)
             layout = self.fusion.fresh(group, shape)
             self.place(out, group, layout)

@@ -1,1 +1,1 @@
-"""A step in pipeline stages: its repeated layers on groups of devices of their own."""
+"""Pipeline stages of a step: its repeated layers on separate groups of devices."""

@@ -1,8 +1,8 @@
-"""What all stages read of a microbatch, and is dear to make, goes along from stage to stage.
+"""Passes expensive values of a microbatch that all stages read from stage to stage.
 
-An encoder's output, which every layer of a decoder attends to, is made once for a microbatch,
-enters the first stage with it, and waits in each for the backward pass. What is cheap (masks,
-positions) each stage makes of its own rows of the batch.
+For example, every layer of a decoder attends to an encoder's output. The output is made once per
+microbatch, enters the first stage with it, and waits in each stage for the backward pass. Each
+stage makes cheap values (masks, positions) from its rows of the batch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from planner.stages.parts import Parts
 
 
 def passed_along(body: Body, chain: Chain, rest: Parts) -> Chain:
-    """The chain, with values that all stages read among those that go from stage to stage."""
+    """The chain, with expensive values that all stages read among those passed between stages."""
     ahead, back = chain.forward, chain.backward
     dear = {v for v in (ahead.shared | back.shared) & body.batch if _is_dear(body, v)}
     middle = made_by(rest.middle) | {r for _, r in ahead.exits}
@@ -40,5 +40,5 @@ def passed_along(body: Body, chain: Chain, rest: Parts) -> Chain:
 
 
 def _is_dear(body: Body, value: int) -> bool:
-    """Whether products are made for a value."""
+    """Whether computing a value takes products (``is_product``)."""
     return any(is_product(c.eqn) for c in closure(body.flat.calls, [value]))

@@ -1,16 +1,16 @@
 """The loop over microbatches as a pipeline, in one program.
 
-Stages are a dimension of every array, split over the devices of the mesh axis ``stage``; a tick is
-one forward and one backward pass of all stages, each on another microbatch. Tick t does the forward
-pass of microbatch t - s on stage s, and, from tick p - 1 on, the backward pass of microbatch
-t - 2 (p - 1) + s: that of the last stage directly behind its forward pass (1F1B; Narayanan et al.,
-"PipeDream", 2019; its flushed form: "Memory-efficient pipeline-parallel DNN training", 2021). So
-m microbatches take (m + p - 1) forward and as many backward passes of a stage, and no stage holds
-what more than 2 p - 1 microbatches left for their backward pass.
+Stages are a dimension of every array, split over the devices of the mesh axis ``stage``. A tick is
+one forward and one backward pass of all p stages, each on a different microbatch. Tick t runs the
+forward pass of microbatch t - s on stage s, and, from tick p - 1 on, the backward pass of
+microbatch t - 2 (p - 1) + s. The last stage runs its backward pass directly after its forward pass
+(1F1B; Narayanan et al., "PipeDream", 2019; its flushed form: "Memory-efficient pipeline-parallel
+DNN training", 2021). So m microbatches take m + p - 1 forward and m + p - 1 backward passes of a
+stage, and no stage holds the residuals of more than 2 p - 1 microbatches.
 
-What is not a stage's is done by all devices, a microbatch at a time: in front of the first stage
-(embeddings), behind the last (logits, loss, and their gradient), and behind the first stage's
-backward pass (the embeddings' gradient).
+All devices run the rest together, one microbatch at a time: before the first stage (embeddings),
+after the last (logits, loss, and their gradient), and after the first stage's backward pass (the
+embeddings' gradient).
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ class _Run:
         self.base = [c for c in p.rest.base if body.batch.intersection(c.outs)]
         self.depth = 2 * self.count - 1
 
-    # what is done once per microbatch
+    # work done once per microbatch
 
     def at(self, values: Sequence[Any], i: Any) -> Env:
-        """Values that depend on the batch alone, of microbatch ``i``."""
+        """Values of microbatch ``i`` that depend on the batch alone."""
         env = dict(self.free)
         numbers = [v for v in values if isinstance(v, int)]
         calls = closure(self.base, numbers)
@@ -84,7 +84,7 @@ class _Run:
         return env
 
     def rest(self, calls: Sequence[Call], outs: Sequence[Any], given: Env, i: Any) -> list[Any]:
-        """Some calls outside of the stages, of microbatch ``i``."""
+        """The results ``outs`` of calls outside the stages, for microbatch ``i``."""
         available = {v for c in calls for v in c.outs} | given.keys()
         read = [v for c in calls for v in c.ins] + list(outs)
         env = self.at([v for v in read if isinstance(v, int) and v not in available], i)
@@ -95,7 +95,8 @@ class _Run:
     # stages
 
     def lanes(self, task: Task, numbers: Any) -> Callable[..., Any]:
-        """All stages' task at once: of (carries, residuals), each [stages, ...]."""
+        """The task of all stages at once: a function of (microbatches, carries, residuals), each
+        [stages, ...]."""
         stacks = list(task.stacks)
         joined = [by_stage(task.stacks[v].joined(self.free, self.count)) for v in stacks]
         rows = list(task.rows)
@@ -123,7 +124,7 @@ class _Run:
         return run
 
     def picked(self, x: Any, at: int) -> Any:
-        """The row of one stage, for all devices."""
+        """The row of one stage, on all devices."""
         mask = (self.stage == at).reshape(-1, *(1,) * (x.ndim - 1))
         chosen = jnp.where(mask, x, jnp.zeros((), x.dtype))
         if x.dtype == jnp.bool_:
@@ -131,7 +132,7 @@ class _Run:
         return chosen.sum(axis=0, dtype=x.dtype)
 
     def entered(self, x: Any, first: Any, at: int) -> Any:
-        """[stages, ...] with another row for one stage."""
+        """[stages, ...] with the row of one stage replaced by ``first``."""
         mask = (self.stage == at).reshape(-1, *(1,) * (x.ndim - 1))
         return by_stage(jnp.where(mask, jnp.broadcast_to(first, x.shape), x))
 
@@ -219,24 +220,24 @@ class _Run:
 
     @property
     def soon(self) -> list[int]:
-        """What the part behind the last stage, or the batch alone, adds up."""
+        """Sums of the part after the last stage, and of values that depend on the batch alone."""
         return self.pipeline.rest.soon
 
     @property
     def late(self) -> list[int]:
-        """What the part behind the first stage's backward pass adds up."""
+        """Sums of the part after the first stage's backward pass."""
         return self.pipeline.rest.late
 
     def put(self, ring: Any, x: Any, t: Any) -> Any:
-        """Keep what each stage left at tick ``t``."""
+        """Store each stage's residual of tick ``t``."""
         return by_stage(with_row(ring, x, t % self.depth))
 
     def take(self, ring: Any, t: Any) -> Any:
-        """What stage s left at tick ``t[s]``."""
+        """The residual of stage s from tick ``t[s]``, for each s."""
         return by_stage(jax.vmap(row_of)(ring, t % self.depth))
 
     def zeros(self, forward: Any, backward: Any) -> Any:
-        """The state in front of the first tick."""
+        """The state before the first tick."""
         zero = jnp.zeros((), jnp.int32)
         count = self.count
 
@@ -284,7 +285,7 @@ class _Run:
 
     @functools.cached_property
     def types(self) -> dict[int, tuple[tuple[int, ...], Any]]:
-        """Shape and dtype in which a value is added up."""
+        """Shape and dtype in which each value is accumulated."""
         sum_types: dict[int, tuple[tuple[int, ...], Any]] = {}
         avals = {
             v: var.aval

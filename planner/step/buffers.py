@@ -1,12 +1,12 @@
-"""Which buffers a device holds, when, and which decision lays each out.
+"""The buffers of a device: their lifetimes, and the decision that gives each its layout.
 
-What an operation that mixes dimensions makes is held in the operation's own layout (a partial sum
-before it is scattered has its full size) when it runs, and from then on in its result's.
+The result of an operation that mixes dimensions has the operation's own layout while it runs (a
+partial sum has its full size before it is scattered), and the layout of the result afterwards.
 
-A value that operations read in another layout than it is made in is in memory twice. Whether the
-two layouts differ is known when a plan is; a search needs buffers whose bytes follow from one
-decision alone, so it is told the value in turns: in the layout of its maker, in that of its
-readers from the first of them to the last, then in the first again.
+A value that operations read in a different layout than it is made in is in memory twice. Only a
+plan determines whether the two layouts differ, but a search needs buffers whose bytes depend on one
+decision alone. So for a search, the value has one layout at a time: that of its maker, that of its
+readers from the first to the last of them, then that of its maker again.
 docs/explanation/memory.md has the reasons.
 """
 
@@ -36,8 +36,8 @@ EMPTY: Chosen = {}
 class Lifetimes:
     """The buffers of a step.
 
-    ``order`` is the order in which operations run. Moments are places in it; where a plan is known
-    there are two for each place, the operation and the collectives between it and the next.
+    ``order`` is the order in which operations run. Moments are places in it. If a plan is known,
+    each place has two moments: the operation, and the collectives between it and the next.
     """
 
     buffers: tuple[Buffer, ...]
@@ -65,10 +65,10 @@ def find_buffers(
         live: per operation, whether its results are used.
         donated: per input, whether results may take its memory.
         tile: rows and lanes that the two minor dimensions of an array are padded to.
-        moves: whether the layouts at the ends of a link differ, where a plan is known.
-        chosen: by decision, the values that have a choice.
-        inside: gradients that are nowhere written (``step.memory.updates``).
-        packing: bytes allotted to temporaries over theirs.
+        moves: whether the layouts at the ends of a link differ; None if no plan is known.
+        chosen: per decision, the values that have a choice.
+        inside: gradients that are not written (``step.memory.updates``).
+        packing: ratio of the bytes allotted to temporaries to their size.
     """
     hosted = chosen.get(OFFLOAD, frozenset())
     held = _Finding(graph, groups, written_values, live, tile, moves, inside, packing)
@@ -80,14 +80,14 @@ def find_buffers(
 
 
 def has_gaps(b: Buffer, stays: frozenset[int]) -> bool:
-    """Whether a buffer is a temporary; ``stays``: arguments and results, which have no gaps around
-    them. Copies of what is kept in host memory do."""
+    """Whether a buffer is a temporary. Arguments and results (``stays``) have no gaps around them,
+    except for copies of arrays that are kept in host memory."""
     return b.value not in stays or b.port is Port.GATHERED or b.when == When(OFFLOAD, 1)
 
 
 def loops_entered(graph: Graph, live: Sequence[bool]) -> dict[int, int]:
-    """The loop that each value of a ``loop_const`` enters, as the region of its body; none where
-    the loop only stacks it."""
+    """The loop that each value of a ``loop_const`` enters, as the region of its body; values that
+    the loop only stacks are omitted."""
     out: dict[int, int] = {}
     homes = {op.outputs[0]: op.region for op in graph.ops if op.kind == "loop_const"}
     for op in graph.ops:
@@ -102,7 +102,8 @@ def loops_entered(graph: Graph, live: Sequence[bool]) -> dict[int, int]:
 
 
 def made_of_parameters(graph: Graph, fuses: Sequence[bool]) -> set[int]:
-    """Values that kernels compute from parameters as they read them: casts, what loops hand in."""
+    """Values that kernels compute from parameters as they read them: casts, values passed into
+    loops."""
     kinds = (Role.PARAMETER, Role.FROZEN)
     derived = {v for v in graph.inputs if graph.values[v].role in kinds}
     given = frozenset(derived)
@@ -139,13 +140,13 @@ class _Finding:
         self.weights = made_of_parameters(graph, groups.fuses)
         self.buffers: list[Buffer] = []
         self.lent: dict[int, list[tuple[int, int]]] = {}
-        """Per value, the moments at which its bytes are told in a reader's layout."""
+        """Per value, the intervals in which its bytes count in a reader's layout."""
         self.until: dict[int, float] = {}
-        """Per value, when its last reader but those of a copy has run."""
+        """Per value, when its last reader, except readers of a copy, has run."""
         self.gathered: dict[int, list[int]] = {}
         """Per input, when operations read the copy that is made for use."""
         self.arrives: dict[int, float] = {}
-        """Per input, the share of its bytes that this copy has."""
+        """Per input, the size of this copy as a share of its bytes."""
 
     def add(
         self,
@@ -175,7 +176,7 @@ class _Finding:
         self.buffers.append(buffer)
 
     def run(self, donated: Sequence[bool], hosted: frozenset[int]) -> None:
-        """Find them, in ``buffers``."""
+        """Fill ``buffers``."""
         self.operands()
         products = self.products()
         self.turned()
@@ -215,7 +216,7 @@ class _Finding:
                 self.add(group, first, last, span.value, layout, Port.GATHERED, share=share)
 
     def operands(self) -> None:
-        """Operands in the layout in which they are read."""
+        """Add the buffers of operands, in the layout in which they are read."""
         kinds = [g.kind for g in self.groups.groups]
         copies: dict[int, list[int]] = {}  # per copy, when operations read it
         copied: dict[int, GroupLink] = {}
@@ -238,7 +239,7 @@ class _Finding:
             self.lend(link, sorted(copies.get(copy, [self.found.time[link.op]])))
 
     def enter(self, link: GroupLink) -> None:
-        """Hold a value that a loop reads in every turn in the layout in which it enters."""
+        """Hold a value that a loop reads in every iteration, in the layout in which it enters."""
         graph, inner = self.graph, self.graph.ops[link.op].outputs[0]
         region = self.entered.get(inner, -1)
         if region < 0:
@@ -247,11 +248,11 @@ class _Finding:
         self.lend(
             link, sorted({first, *(t for t in self.found.reads[base] if first <= t <= last), last})
         )
-        if self.moves is None and graph.values[base].op < 0:  # what it is stored as stays beside it
+        if self.moves is None and graph.values[base].op < 0:  # the stored array stays beside it
             self.add(link.b, first, last + 1, link.value, link.dst, Port.USE)
 
     def share(self, link: GroupLink) -> float:
-        """What share of the bytes of a value arrives at the end of a link."""
+        """The share of a value's bytes that arrives at the end of a link."""
         return min(1.0, link.nbytes / max(1, self.found.nbytes[link.value]))
 
     def lend(self, link: GroupLink, times: Sequence[int]) -> None:
@@ -267,15 +268,15 @@ class _Finding:
             if temporary and not any(first < b and a < last for a, b in taken):
                 taken.append((first, last))
                 self.add(link.b, first, last, link.value, link.dst, Port.USE, share=share)
-        elif self.moves(link):  # what is sent is written, even if its readers could compute it
+        elif self.moves(link):  # a sent value is written, even if its readers could compute it
             self.add(link.b, first - 0.5, last - 0.5, link.value, link.dst, Port.USE, share=share)
             others = [r + 0.5 for r in self.found.reads[base] if r not in times]
             if temporary and base not in self.until:
                 self.until[base] = max([self.leaves(link, first), *others])
 
     def leaves(self, link: GroupLink, first: float) -> float:
-        """When a value that is sent first at ``first`` is not needed any more: behind the loop, if
-        one that it does not come from sends it in every turn."""
+        """When a value that is first sent at ``first`` is no longer needed: after the loop, if a
+        loop that does not make the value sends it in every iteration."""
         maker = self.graph.values[self.found.base[link.value]].op
         home = self.graph.ops[maker].region if maker >= 0 else 0
         region = self.graph.ops[link.op].region
@@ -285,11 +286,11 @@ class _Finding:
         return first if turns < 0 else self.stop[turns] + 0.5
 
     def turned(self) -> None:
-        """New values of inputs whose gradient is a product that comes out transposed.
+        """Add the new values of inputs whose gradient is a product that comes out transposed.
 
-        The update reads one side transposed, so it can't write over what it reads: all that one
-        gradient updates is written beside the old values, then copied. A GPU's product is written
-        in either order, and only one that is moved before the update comes out transposed.
+        The update reads one side transposed, so it can't overwrite its operands: all values that
+        one gradient updates are written beside the old values, then copied. A GPU writes a product
+        in either order; only a product that is moved before the update comes out transposed.
         """
         graph, written_values = self.graph, self.found
         root = [-1] * len(graph.values)
@@ -321,14 +322,14 @@ class _Finding:
                     self.add(home[0], at, at + 1, value, home[1], Port.USE)
 
     def moved(self) -> set[int]:
-        """Results of products that are in another layout afterwards, where a plan is known."""
+        """Results of products that change their layout afterwards; empty if no plan is known."""
         moves = self.moves or (lambda _: False)
         return {x.value for x in self.groups.links if x.operand <= -2 and moves(x)}
 
     def products(self) -> dict[int, int]:
-        """Results in the layout in which they are made; returns when, by value.
+        """Add results in the layout in which they are made; returns when, by value.
 
-        Where a plan is known, only those that are scattered or sent from it.
+        If a plan is known, only results that are scattered or sent from this layout.
         """
         out: dict[int, int] = {}
         scattered = self.moved()
@@ -348,8 +349,9 @@ class _Finding:
         return out
 
     def filled(self) -> dict[int, int]:
-        """Tables of zeros that rows are added to: per result, from when on XLA:GPU holds it. It
-        fills them as soon as the backward pass of their loop begins, as nothing is waited for."""
+        """Tables of zeros that rows are added to: per result, the moment from which XLA:GPU holds
+        it. It fills them as soon as the backward pass of their loop begins, as they depend on
+        nothing."""
         graph, written_values = self.graph, self.found
         begun: dict[int, int] = {}
         for op in graph.ops:

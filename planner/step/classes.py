@@ -1,18 +1,18 @@
-"""Repeated structure, found once and for every mesh: the quotient of an Analysis.
+"""The quotient of an Analysis: repeated structure, computed once for all meshes.
 
-Groups that are equal in every fact that prices are made of (factors, work, reductions, pins) and,
-link by link, in their neighbours are one class; colour refinement (``search.colors``) finds them.
-Whatever the mesh and the cost model, such groups have the same strategies and the same costs, so
-the classes are those that ``search.folding`` would find on the priced problem, or finer. The
-quotient is an Analysis of one group per class, and a problem made from it
+Groups form a class if they are equal in all facts that determine prices (factors, work, reductions,
+pins) and, link by link, in their neighbors. Color refinement (``search.folding.colors``) computes
+the classes. For any mesh and cost model, the groups of a class have the same strategies and the
+same costs, so the classes are those of ``search.folding`` on the priced problem, or finer. The
+quotient is an Analysis with one group per class, and a problem made from it
 
-* costs a choice (one strategy per class) what the whole problem costs the same choice made for
-  every member: a node's cost is multiplied by its members, a link's weight by the links it stands
-  for;
-* has the same memory peak: see ``moments``;
-* has only bounds by reparametrisation in common with the whole: see ``search.folding``.
+* has the same cost for a choice (one strategy per class) as the whole problem if every member makes
+  this choice: a node's cost is multiplied by the number of its members, a link's weight by the
+  number of links that it stands for;
+* has the same memory peak: see ``peak_moments``;
+* shares only reparametrization bounds with the whole: see ``search.folding``.
 
-So the size of what is priced and searched does not depend on the number of layers.
+So the size of the priced and searched problem does not depend on the number of layers.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ IDENTITY: dict[type, frozenset[str]] = {
     GroupLink: frozenset({"a", "b", "value", "op", "operand", "sum"}),
     Pin: frozenset({"value", "origin", "rule"}),
 }
-"""Fields that say which link or pin it is. All other fields are facts: what differs in one of them
-is not folded."""
+"""Fields that identify a link or a pin. All other fields are facts: links and pins that differ in
+one of them are not folded."""
 
 
 def facts_of(kind: type) -> Callable[[Any], Hashable]:
-    """The facts of a ``GroupLink`` or a ``Pin``: all fields but its identity."""
+    """The facts of a ``GroupLink`` or a ``Pin``: all fields except its identity."""
     names = [f.name for f in dataclasses.fields(kind) if f.name not in IDENTITY[kind]]
     return attrgetter(*names)
 
@@ -57,8 +57,8 @@ _link, _pin = map(facts_of, (GroupLink, Pin))
 class Quotient:
     """``part`` has one group per class of ``whole``; ``color[g]`` is the class of group g.
 
-    ``moments[t]`` is the operation index of moment t of the part's buffers; ``state`` are the
-    arrays of the step's state where something is asked of them; ``uses`` where the whole reads
+    ``moments[t]`` is the operation index of moment t of the part's buffers; ``state`` holds the
+    arrays of the step's state, if the request constrains them; ``uses`` holds where the whole reads
     pinned arguments.
     """
 
@@ -79,7 +79,7 @@ class Quotient:
         return tuple(choice[c] for c in self.color)
 
     def apart(self, choice: Sequence[int]) -> int:
-        """How many classes a choice of the whole takes apart: equal groups, unlike strategies."""
+        """The number of classes whose equal groups have different strategies in this choice."""
         taken: dict[int, set[int]] = {}
         for c, strategy in zip(self.color, choice, strict=True):
             taken.setdefault(c, set()).add(strategy)
@@ -102,9 +102,9 @@ def fold_analysis(
     Args:
         analysis: the step.
         pins: groups whose values are pinned differently are different.
-        inputs_differ: whether the request treats some inputs unlike others: all modes but
+        inputs_differ: whether the request treats some inputs differently: all modes except
             AUTO_PARALLEL do, and so do masks along an axis (``Request.tensor``, ``sequence``).
-        state: the arrays of the state, where something is asked of them.
+        state: the arrays of the state, if the request constrains them.
     """
     links = analysis.groups.links
     loops: dict[int, list[Hashable]] = {}
@@ -135,7 +135,7 @@ def fold_analysis(
 
 
 def _link_kind(link: GroupLink) -> tuple[Hashable, ...]:
-    """Everything about a link that its price is made of, besides the groups at its ends."""
+    """All properties of a link that determine its price, besides the groups at its ends."""
     return _link(link), link.off_path
 
 
@@ -145,7 +145,7 @@ def _edge(
     members: Sequence[int],
     first: Sequence[int],
 ) -> tuple[int, int, Hashable]:
-    """Ends and kind of parallel links; the end with the smaller first colour stands left."""
+    """Ends and kind of parallel links; the end with the smaller first color is on the left."""
     a, b = links[members[0]].a, links[members[0]].b
     if (first[b], b) < (first[a], a):
         a, b = b, a
@@ -164,7 +164,7 @@ def _tally(items: Iterable[Hashable]) -> dict[Hashable, int]:
 def _pinned(
     analysis: Analysis, pins: Sequence[Pin], inputs_differ: bool, state: TrainingState | None
 ) -> dict[int, frozenset[Hashable]]:
-    """Per group, what pins and modes look at in its values."""
+    """Per group, the properties of its values that pins and modes depend on."""
     graph, home = analysis.graph, analysis.groups.home
     marks: list[tuple[int, Hashable]] = [(pin.value, _pin(pin)) for pin in pins]
     if state is not None:
@@ -239,7 +239,7 @@ def _quotient(
 def _buffers(
     analysis: Analysis, color: Sequence[int]
 ) -> tuple[tuple[Buffer, ...], tuple[int, ...]]:
-    """The buffers of the classes on the moments that can be the peak of a pool."""
+    """The buffers of the classes at the moments that can be the peak of a pool."""
     known: dict[tuple[Any, ...], int] = {}
     first: list[Buffer] = []
     kinds, starts, ends = [], [], []

@@ -1,8 +1,9 @@
-"""The facts of a group: one hashable record, and nothing else decides what it costs.
+"""The facts of a group: one hashable record that alone determines its cost.
 
-Groups of equal facts have the same strategies and, under one cost model, the same seconds under
-each of them, on every mesh. So equal facts fold into one (``planner.step.classes``), and caches of
-prices are kept by facts (``planner.cost.pricing``). A new kind of decision adds a field here.
+Groups with equal facts have the same strategies and, under one cost model, the same seconds for
+each of them, on every mesh. So groups with equal facts can be folded (``planner.step.classes``),
+and caches of prices use facts as keys (``planner.cost.pricing``). A new kind of decision adds a
+field here.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from planner.step.kernels.costs import Work
 
 @dataclass(frozen=True)
 class Reduction:
-    """A collective inside a group: the result's bytes and factors, the summed factors; ``op`` says
-    which operation it is, and is no fact. It is an all-reduce, or ``shifts`` rows to the neighbors
-    along the factor: ``nbytes`` are those of a row."""
+    """A collective inside a group: the result's bytes and factors, and the summed factors; ``op``
+    is the index of the operation, which is not a fact. It is an all-reduce; with ``shifts``, it
+    instead moves rows to the neighbors along the factor, and ``nbytes`` is the size of a row."""
 
     over: frozenset[int]
     kept: frozenset[int]
@@ -35,8 +36,8 @@ class Reduction:
 
 @dataclass(frozen=True)
 class Said:
-    """A collective that the user wrote, in a ``shard_map``: kind, axes of the mesh by position, the
-    payload of a device, how often it runs in a step; ``op`` is no fact."""
+    """A collective that the user wrote in a ``shard_map``: kind, mesh axes by position, payload per
+    device, and number of runs per step; ``op`` is not a fact."""
 
     kind: Collective
     axes: tuple[int, ...]
@@ -47,15 +48,15 @@ class Said:
 
 @dataclass(frozen=True)
 class Facts:
-    """What the strategies and the seconds of a group follow from.
+    """The facts that determine the strategies and the seconds of a group.
 
     Attributes:
         kind, sizes, shardable, reduction, decisions: those of the group.
         work: see ``Work``.
         reductions: all-reduces and shifts inside it.
         said: collectives that the user wrote.
-        stored: bytes and layout of an input that operations see as ``used``.
-        decided: by decision, what its seconds follow from.
+        stored: bytes and stored layout of an input that operations may use in another sharding.
+        decided: per decision, the facts that determine its seconds.
         fed: its arrays that the host feeds at every step.
     """
 
@@ -81,7 +82,7 @@ class Facts:
         decided: tuple[tuple[str, Hashable], ...],
         fed: tuple[Fed, ...],
     ) -> Facts:
-        """The facts of a group whose operations do this."""
+        """The facts of a group with this work."""
         g = group
         of_group = (g.kind, g.sizes, g.shardable, g.reduction, g.decisions)
         return Facts(*of_group, work, reductions, said, stored, decided, fed)
@@ -94,4 +95,4 @@ class Facts:
         )
 
     def __hash__(self) -> int:
-        return self._hash  # asked often, and the work is long
+        return self._hash  # cached: needed often, and ``work`` is long

@@ -1,18 +1,19 @@
-"""What the host feeds a step: arguments that are new at every step.
+"""The arrays that the host feeds to a step: arguments that are new at every step.
 
-A step that carries state gets its batch from the host, and each host loads what its devices are
-fed. The next batch is loaded and copied while a step runs, at a rate that no cluster text knows:
-it may come from memory, from a disk or out of a decoder. So feeding has a price of this form: a
-step whose whole batch goes to every device costs ``SHARE`` of its ideal time more, one whose batch
-is cut in n pieces an n-th of that. A batch is then fed in shards unless that costs the devices
-more than ``SHARE``, and no plan is slower for it by more than that. Whatever the next batch comes
-from, it passes the link from the host to each device while a step runs: where that takes longer
-than the ideal step, the difference counts in full, in a step that trains something: what else
-looks like a step (a layer) may have weights where a step has its batch.
+A step that carries state gets its batch from the host, and each host loads the part for its
+devices. The next batch is loaded and copied while a step runs. The rate is not part of a cluster's
+description: the batch may come from memory, from a disk or from a decoder. So feeding has this
+price: a step whose whole batch goes to every device costs ``SHARE`` of its ideal time more, and a
+step whose batch is split into n pieces costs an n-th of that. A batch is then fed in shards unless
+that costs the devices more than ``SHARE``, and no plan gets slower by more than that.
 
-Arguments that hold any array of the state are not fed: what stands beside it (frozen parameters, a
-schedule) stays on the devices. In a step that carries no state, weights and batch can't always be
-told apart (``planner.graph.labels.untrained``); where they are not, nothing is priced.
+Whatever its source, the next batch passes the link from the host to each device while a step runs.
+If this takes longer than the ideal step, the difference counts in full, but only in a step that
+trains something: another function (a layer) may have weights where a step has its batch.
+
+Arguments that hold any array of the state are not fed: their other arrays (frozen parameters, a
+schedule) stay on the devices. In a step that carries no state, weights and batch can't always be
+distinguished (``planner.graph.labels.untrained``); if they are not, feeding has no price.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from planner.graph.ir import Graph, Role
 from planner.space.groups import Groups
 
 SHARE = 1e-2
-"""What feeding every device the whole batch costs, in ideal times of the step: an assumption."""
+"""Cost of feeding the whole batch to every device, in ideal times of the step: an assumption."""
 
 
 @dataclass(frozen=True)
 class Fed:
-    """An array that is fed: its share of the bytes of all of them, the factors that cut it, and
-    its own bytes."""
+    """An array that is fed: its share of all fed bytes, the factors that split it, and its size in
+    bytes (0 if the step trains nothing)."""
 
     share: float
     factors: frozenset[int]
@@ -42,8 +43,8 @@ def fed_inputs(graph: Graph) -> tuple[int, ...]:
 
 
 def batch_of(graph: Graph) -> tuple[int, ...]:
-    """What stands for the batch: what the host may feed, or else, in a step that trains nothing,
-    the state with a row per example (what is sampled)."""
+    """The values that serve as the batch: those that the host may feed, or else, in a step that
+    trains nothing, the state with a row per example (the samples)."""
     fed = tuple(v for v in graph.inputs if graph.values[v].fed)
     roles = {graph.values[v].role for v in graph.inputs}
     if fed or Role.PARAMETER in roles:

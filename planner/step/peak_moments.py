@@ -1,14 +1,14 @@
-"""Memory over time, told once for repeated layers: only moments that can be the peak are kept.
+"""Memory over time, with repeated layers folded: only moments that can be the peak are kept.
 
 Usages of one *kind* take the same bytes under the same choice, so the memory at a moment is a
-linear function of how many usages of each kind are live there (its *row*). Two kinds of moments
-can then be left out, whatever is chosen:
+linear function of the number of usages of each kind that are live there (its *row*). Two kinds of
+moments can then be dropped for every choice:
 
 * those that are dominated (``maximal_moments``);
 * those whose row lies midway between the rows a period before and a period after: a linear
   function is largest at an end of an arithmetic progression. Along repeated layers the rows are
-  such progressions (each layer saves the same activations, frees the same, ...), so what is left
-  does not grow with the number of layers.
+  such progressions (each layer saves the same activations, frees the same, ...), so the number of
+  kept moments does not grow with the number of layers.
 
 Rows are compared by their product with one random 64-bit number per kind, modulo 2^64.
 """
@@ -29,7 +29,7 @@ IntArray = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """The moments kept, [K] in operation indices, and the usages on them.
+    """The kept moments, [K] in operation indices, and their usages.
 
     ``runs``: (kind, first, stop, count): ``count`` usages of a kind are live at the kept
     moments first to stop - 1 (positions in ``kept``).
@@ -40,7 +40,7 @@ class Moments:
 
 
 def worst_moments(kinds: Sequence[int], starts: Sequence[int], ends: Sequence[int]) -> Moments:
-    """Which moments can hold the peak, and what is live there.
+    """The moments that can be the peak, and the usages that are live there.
 
     Args:
         kinds: per usage, its kind, numbered from zero.
@@ -82,8 +82,8 @@ def _hashes(
 def _between(rows: NDArray[np.uint64]) -> NDArray[np.bool_]:
     """Mask of the moments midway between two others (see the module's second point).
 
-    All may be dropped together: where one of them is a peak, so is the moment a period later,
-    and that chain ends at one that is kept.
+    All may be dropped together: if one of them is a peak, so is the moment a period later, and
+    this chain ends at a kept moment.
     """
     out = np.zeros(len(rows), bool)
     if len(rows) < 3:

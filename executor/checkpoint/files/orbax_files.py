@@ -1,7 +1,7 @@
-"""Orbax checkpoints on disk: what is in one, its leaves part by part, and writing from parts.
+"""Orbax checkpoints on disk: their contents, reading leaves in parts, and writing from parts.
 
-Orbax's own reader says what leaves there are; their data is read with TensorStore, as Orbax does,
-because Orbax reads whole leaves and through a collective. Nothing here uses a device.
+Orbax's reader lists the leaves. Their data is read with TensorStore, as Orbax does, because Orbax
+reads whole leaves and through a collective. Nothing here uses a device.
 """
 
 from __future__ import annotations
@@ -35,26 +35,27 @@ from executor.checkpoint.files.guard import ChecksumGuard
 from executor.checkpoint.parts import Index, Stored
 
 DATA_FILE_BYTES = 64 * 2**20
-"""Bytes at which Orbax begins another file. In one file (2 GB, its own choice) writes go one after
-the other, and a save takes some two times as long (`benchmarks/checkpoint.py`)."""
+"""Bytes at which Orbax starts another file. With one file (2 GB, Orbax's default), writes run one
+after another, and a save takes about twice as long (`benchmarks/checkpoint.py`)."""
 
 NOTES = "meshwright"
-"""Under this name Orbax keeps for us what it can't: which containers are lists, empty arrays."""
+"""Name of the custom metadata for what Orbax can't represent: which containers are lists, and empty
+arrays."""
 
 _DAMAGED = "is damaged, or not a checkpoint"
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What a saved state is made of.
+    """Contents of a saved state.
 
     Attributes:
-        leaves: by path.
+        leaves: the leaves by path.
         sequences: the paths of lists.
-        tree: as Orbax has it, with descriptions as leaves.
+        tree: Orbax's tree, with descriptions as leaves.
         names: Orbax's names of the leaves that have elements, by path.
         guard: compares files with their checksums.
-        owner: of the run's folder when it was saved, in words.
+        owner: owner of the run's folder when the state was saved, as text.
     """
 
     leaves: Mapping[Path, Stored]
@@ -68,7 +69,7 @@ class Contents:
 def notes(
     leaves: Mapping[Path, Any], sequences: tuple[Path, ...], owner: str = ""
 ) -> dict[str, Any]:
-    """What is kept beside a state that Orbax has no place for; JSON."""
+    """Metadata of a state that Orbax has no place for, as JSON."""
     return {
         NOTES: {
             "sequences": [list(path) for path in sequences],
@@ -82,11 +83,11 @@ def notes(
 
 
 def contents(folder: File) -> Contents:
-    """What is in the folder of a state; reads no data. Files are compared with their checksums:
-    those that describe the state here, those of a leaf before it is read.
+    """Contents of the folder of a state; reads no data. Files are compared with their checksums:
+    the files that describe the state here, the files of a leaf before the leaf is read.
 
     Raises:
-        CheckpointError: it is damaged, or not a checkpoint.
+        CheckpointError: the folder is damaged, or not a checkpoint.
     """
     guard = ChecksumGuard(folder)
     _check_names(folder)
@@ -122,7 +123,7 @@ def contents(folder: File) -> Contents:
 
 
 def _empty(entries: Any, where: str) -> Iterator[tuple[Path, np.ndarray]]:
-    """Arrays without elements, from notes."""
+    """The arrays without elements that the notes list, by path."""
     if not isinstance(entries, list):
         raise CheckpointError(f"{where}: no list of empty arrays")
     for entry in entries:
@@ -142,7 +143,7 @@ def _is_size(n: Any) -> bool:
 
 
 def is_description(x: Any) -> bool:
-    """Whether Orbax describes an array by this."""
+    """Whether ``x`` is Orbax's description of an array."""
     return hasattr(x, "shape") and hasattr(x, "dtype") and hasattr(x, "name")
 
 
@@ -161,9 +162,10 @@ def _sequences(tree: Any) -> tuple[Path, ...]:
 
 
 def _check_names(folder: File) -> None:
-    """Raise CheckpointError if an array of the state has no description, or they can't be read.
+    """Raise CheckpointError if an array of the state is missing, or the metadata can't be read.
 
-    Orbax opens all of them at once. When one fails, TensorStore prints a traceback for each other.
+    Orbax opens all arrays at once. If one fails, TensorStore prints a traceback for each of the
+    others.
     """
     file = folder / "_METADATA"
     try:
@@ -208,20 +210,20 @@ def _leaf(folder: File, path: Path, description: Any, guard: ChecksumGuard) -> S
 
 
 def _spec(folder: File, name: str) -> dict[str, Any]:
-    """Where TensorStore finds a leaf, by its name in Orbax."""
+    """The TensorStore spec of a leaf, from its name in Orbax."""
     known = json.loads((folder / "_METADATA").read_text(encoding="utf-8"))
     kvstore: dict[str, Any] = {"driver": "file", "path": f"{folder / name}/"}
     if (folder / "manifest.ocdbt").exists():
         kvstore = {"driver": "ocdbt", "base": f"file://{folder}/", "path": f"{name}/"}
     driver = "zarr3" if known.get("use_zarr3") else "zarr"
-    # a chunk that is not there is damage, not zeros
+    # a missing chunk is damage, not zeros
     return {"driver": driver, "kvstore": kvstore, "fill_missing_data_reads": False}
 
 
 class _StoredHandler(ocp.type_handlers.NumpyHandler):  # type: ignore[misc]
-    """Has Orbax write leaves that are on disk, one after the other and part by part.
+    """Makes Orbax write leaves that are on disk, one after another and in parts.
 
-    Where Orbax no longer asks this method, it takes a leaf as an array, whole.
+    If Orbax stops calling ``_open_and_write``, it converts each leaf to a whole array instead.
     """
 
     def __init__(self) -> None:
@@ -237,7 +239,7 @@ class _StoredHandler(ocp.type_handlers.NumpyHandler):  # type: ignore[misc]
     async def _open_and_write(self, value: Any, tspec: Any, ts_context: Any) -> None:
         self._turn = self._turn or asyncio.Lock()
         async with self._turn:
-            if self._failed:  # Orbax has closed the loop that an open would come back to
+            if self._failed:  # Orbax has closed the event loop in which an open would resume
                 return
             self._failed = True
             opened = await ts.open(ts.Spec(tspec), create=True, open=True, context=ts_context)
@@ -248,8 +250,8 @@ class _StoredHandler(ocp.type_handlers.NumpyHandler):  # type: ignore[misc]
 
 
 class _Own:
-    """An array as Orbax reads it; Orbax takes a ``jax.Array`` on the devices of one process for a
-    mistake."""
+    """A wrapper of an array for Orbax, which treats a ``jax.Array`` on the devices of one process
+    as a mistake."""
 
     def __init__(self, array: jax.Array) -> None:
         self._array = array
@@ -259,8 +261,8 @@ class _Own:
 
 
 class _ArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]
-    """Also writes arrays that some processes have no part of, as those of a pipeline stage; Orbax
-    has process 0 describe every array, and expects a part of it there."""
+    """Also writes arrays that some processes have no part of, such as those of a pipeline stage.
+    In Orbax, process 0 describes every array and must have a part of it."""
 
     def __init__(self) -> None:
         apart = jax.process_count() > 1
@@ -281,7 +283,7 @@ class _ArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]
             return await super().serialize(values, infos, args)
         whole = [row for row in rows if everywhere(row[0])]
         futures = []
-        if whole:  # a file of shardings would have to name all arrays
+        if whole:  # a sharding file would have to name all arrays
             futures += await self._whole.serialize(*zip(*whole, strict=True))
         here = [(_Own(x), *rest) for x, *rest in some if x.addressable_shards]
         if here:
@@ -296,7 +298,7 @@ def everywhere(x: jax.Array) -> bool:
 
 
 class _StateHandler(ocp.PyTreeCheckpointHandler):  # type: ignore[misc]
-    """Has each process write the checksums of its files once they are written."""
+    """Makes each process write the checksums of its files after the files."""
 
     async def async_save(
         self, directory: Any, item: Any = None, save_args: Any = None, args: Any = None
@@ -313,21 +315,21 @@ class _StateHandler(ocp.PyTreeCheckpointHandler):  # type: ignore[misc]
 @ocp.args.register_with_handler(_StateHandler, for_save=True)
 @dataclass
 class StateSave(ocp.args.PyTreeSave):  # type: ignore[misc]
-    """What is saved by `state_handler`; fields as in Orbax."""
+    """Arguments of a save with `state_handler`; the fields are Orbax's."""
 
 
 @ocp.args.register_with_handler(_StateHandler, for_restore=True)
 @dataclass
 class _StateRestore(ocp.args.PyTreeRestore):  # type: ignore[misc]
-    """Orbax asks for both; states are restored without this handler."""
+    """Orbax requires arguments for both directions; states are restored without this handler."""
 
 
 def state_handler(*, from_disk: bool = False) -> _StateHandler:
-    """What writes a state: of arrays, or of `Stored` leaves.
+    """The handler that writes a state of arrays, or of `Stored` leaves.
 
-    Parameters hardly shrink, and compressing them takes longer than writing them: nothing is
-    compressed. Where several processes hold a shard, each writes a part of it; in a single process
-    that would gain nothing, and cutting the parts blocks training.
+    Nothing is compressed: parameters hardly shrink, and compressing them takes longer than writing
+    them. If several processes hold a shard, each writes a part of it. In a single process that
+    would gain nothing, and cutting the parts blocks training.
     """
     handlers = ocp.type_handlers
     known: list[tuple[Any, Any]] = [(Stored, _StoredHandler())]
@@ -340,5 +342,5 @@ def state_handler(*, from_disk: bool = False) -> _StateHandler:
 
 
 def stored_tree(leaves: Mapping[Path, Any]) -> Any:
-    """Leaves as the dicts that Orbax is given."""
+    """The leaves as nested dicts, the form that is passed to Orbax."""
     return nested({tuple(stored(k) for k in path): leaf for path, leaf in leaves.items()})

@@ -1,8 +1,9 @@
 """safetensors files (huggingface.co/docs/safetensors): one, or several with an index.
 
 The library checks a file when it is opened. It has no NumPy types for 8-bit floats and writes only
-what is in memory as a whole, so the data is read and written here, part by part: 8 bytes of length,
-a JSON header of types, shapes and places, then the elements, little end first.
+tensors that are whole in memory, so this module reads and writes the data in parts. A file has 8
+bytes of header length, a JSON header of types, shapes and offsets, then the elements,
+little-endian.
 """
 
 from __future__ import annotations
@@ -58,10 +59,10 @@ _NAMES = {dtype: name for name, dtype in TYPES.items()}
 
 
 def tensor_files(where: File) -> tuple[File, ...]:
-    """The files of a state in safetensors; none if this is something else.
+    """The safetensors files of a state; none if ``where`` is something else.
 
     Raises:
-        CheckpointError: an index is damaged, or names a file that is not there.
+        CheckpointError: an index is damaged, missing or not unique, or a file is missing.
     """
     if where.is_dir():
         indices = sorted(where.glob(f"*{INDEX}"))
@@ -101,16 +102,16 @@ def tensor_files(where: File) -> tuple[File, ...]:
 def read_tensors(
     files: Sequence[File], *, verify: bool = False
 ) -> tuple[dict[str, Stored], dict[str, str]]:
-    """Tensors by name, and the metadata of the files; reads no data. Where a file has checksums,
-    its header is compared here, and a tensor before its first part is read.
+    """Tensors by name, and the metadata of the files; reads no data. If a file has checksums, its
+    header is compared with them here, and each tensor before its first part is read.
 
     Args:
-        files: what.
+        files: the files to read.
         verify: whether a file without checksums is an error.
 
     Raises:
         CheckpointError: safetensors is not installed, a file is damaged or foreign, a type has no
-            counterpart, or two files have a tensor of one name.
+            counterpart, or two files have a tensor with the same name.
     """
     leaves: dict[str, Stored] = {}
     metadata: dict[str, str] = {}
@@ -149,15 +150,15 @@ def write_tensors(
     """Write leaves as one file, or as several with an index.
 
     Args:
-        leaves: what.
-        to: a file that ends in ``.safetensors``, or a folder, in which it is ``model``.
+        leaves: the leaves to write.
+        to: a file that ends in ``.safetensors``, or a folder, in which names start with ``model``.
         separator: joins keys in names.
-        max_bytes: of the elements in a file; a leaf that is larger has its own.
+        max_bytes: largest size of the elements in a file; a larger leaf gets a separate file.
         metadata: texts for the header of every file.
 
     Raises:
-        CheckpointError: a file is there already or can't be written, or a type has no counterpart;
-            nothing is left then.
+        CheckpointError: a file exists already or can't be written, or a type has no counterpart;
+            no file is left in that case.
     """
     for path, leaf in leaves.items():
         if leaf.dtype not in _NAMES:
@@ -209,7 +210,7 @@ def _header(file: File) -> tuple[dict[str, Any], int, bytes]:
             "safetensors is not installed: pip install 'meshwright[safetensors]'"
         ) from error
     try:
-        with safe_open(file, framework="numpy"):  # checks length, places, overlaps
+        with safe_open(file, framework="numpy"):  # checks length, offsets, overlaps
             pass
         with file.open("rb") as raw:
             first = raw.read(8)
@@ -256,7 +257,7 @@ def _groups(leaves: Mapping[Path, Stored], max_bytes: int) -> list[list[Path]]:
 
 @contextlib.contextmanager
 def _in_place(file: File) -> Iterator[BinaryIO]:
-    """A file that is there only once it is whole."""
+    """Open a file for writing; it appears in its place only when it is complete."""
     unfinished = file.with_name(f".{file.name}.unfinished")
     unfinished.unlink(missing_ok=True)  # a link there would lead elsewhere
     try:
@@ -270,7 +271,7 @@ def _in_place(file: File) -> Iterator[BinaryIO]:
 
 
 def _write(out: BinaryIO, leaves: Mapping[str, Stored], metadata: Mapping[str, str]) -> None:
-    # the largest elements first, so that all lie on multiples of their size
+    # the largest elements first, so that all are aligned to their size
     order = sorted(leaves, key=lambda name: (-leaves[name].dtype.itemsize, name))
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     at = 0
@@ -291,6 +292,6 @@ def _write(out: BinaryIO, leaves: Mapping[str, Stored], metadata: Mapping[str, s
             sums[name] = zlib.crc32(part, sums[name])
             out.write(part)
     out.seek(0)
-    # tensors without elements share their place with others: as a reader sorts them
+    # tensors without elements share their offset with others: sort as a reader does
     places = sorted(order, key=lambda name: header[name]["data_offsets"])
     out.write(header_bytes(header, [sums[name] for name in places], len(order)))

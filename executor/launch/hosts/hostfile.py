@@ -1,4 +1,4 @@
-"""A file of hosts, as OpenMPI writes them, and which process goes where."""
+"""Host files in OpenMPI's format, and the assignment of processes to hosts."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from executor.launch.job import LaunchError
 from planner.files import MIB, read_text
 
 LARGEST = MIB
-"""Bytes of the largest file of hosts that is read."""
+"""Bytes of the largest host file that is read."""
 USER = r"[A-Za-z0-9_][A-Za-z0-9_.@+\\-]*"
-"""No option of ssh, nothing that a shell reads."""
+"""Excludes options of ssh, and characters that a shell interprets."""
 EXPECTED = "expected: HOST [slots=K] [port=P] [user=NAME]"
 
 
@@ -22,10 +22,10 @@ class Host:
     """A line of the file.
 
     Attributes:
-        name: as ssh is told it.
-        slots: how many processes it takes; None is not said.
-        port: of its sshd; None leaves it to ssh.
-        user: who to be there; None likewise.
+        name: host name, as it is passed to ssh.
+        slots: number of processes that it takes; None if not given.
+        port: port of its sshd; None leaves it to ssh.
+        user: user name on the host; None leaves it to ssh.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process goes: its host, and its number there."""
+    """Place of a process: its host, and its number there."""
 
     host: Host
     local: int
@@ -46,7 +46,8 @@ def read_hosts(path: Path) -> tuple[Host, ...]:
     """The hosts of a file.
 
     Raises:
-        LaunchError: it can't be read, a line is malformed (names the line), or it has no host.
+        LaunchError: the file can't be read, a line is malformed (names the line), or there is no
+            host.
     """
     try:
         text = read_text(path, LARGEST)
@@ -106,8 +107,9 @@ def _count(options: dict[str, str], key: str) -> int | None:
 
 
 def room(hosts: tuple[Host, ...], processes: int) -> tuple[tuple[Host, int], ...]:
-    """How many processes each host takes: its slots (1 where others say theirs); if no host says,
-    equal parts of ``processes``, the first hosts one more.
+    """How many processes each host takes: its slots (1 if only other hosts give slots). If no host
+    gives slots, ``processes`` is split equally, and the first hosts take one more if it does not
+    divide.
 
     >>> [n for _, n in room((Host("a"), Host("b")), 3)]
     [2, 1]
@@ -119,7 +121,7 @@ def room(hosts: tuple[Host, ...], processes: int) -> tuple[tuple[Host, int], ...
 
 
 def places(rooms: tuple[tuple[Host, int], ...], processes: int) -> tuple[Place, ...]:
-    """Host after host filled, for at most ``processes``; fewer if there is no more room."""
+    """Places for up to ``processes``, filling host after host; fewer if there is no more room."""
     here: Counter[str] = Counter()
     out: list[Place] = []
     for host, count in rooms:

@@ -27,12 +27,12 @@ TAG = re.compile(r"\[\d+,(\d+)\]<std(?:out|err)>:(.*)", re.S)
 
 @dataclass(frozen=True)
 class Mpi:
-    """Starts processes by mpirun.
+    """Starts processes with mpirun.
 
     Attributes:
-        hosts: where; empty leaves it to OpenMPI (this host, or the batch system's).
+        hosts: hosts to use; empty leaves it to OpenMPI (this host, or the batch system's).
         python: the interpreter, on every host.
-        options: more words for mpirun.
+        options: more options for mpirun.
     """
 
     hosts: tuple[Host, ...]
@@ -40,7 +40,7 @@ class Mpi:
     options: tuple[str, ...] = ()
 
     def start(self, job: Job, restart: int, failed: Sequence[str] = (), /) -> Start:
-        """One task: mpirun. A new job of OpenMPI has another port."""
+        """One task: mpirun. Every OpenMPI job has a different port."""
         need("mpirun", "openmpi-bin")
         variables = {**new_secret(), **shared(job, restart)}
         words = command(self, job, sorted(variables), root=os.geteuid() == 0)
@@ -53,7 +53,7 @@ def where(hosts: Sequence[Host], processes: int) -> str:
     """The hosts in mpirun's form, with their slots.
 
     Raises:
-        LaunchError: a host has a port or a user, for which mpirun has no place.
+        LaunchError: a host has a port or a user, which mpirun does not support.
 
     >>> where([Host("a", 2), Host("b")], 3)
     'a:2,b:1'
@@ -67,13 +67,13 @@ def where(hosts: Sequence[Host], processes: int) -> str:
 
 
 def command(mpi: Mpi, job: Job, names: Sequence[str], *, root: bool) -> tuple[str, ...]:
-    """The words of mpirun. It is told not to end the others after a failure: it would give them one
-    second.
+    """The command line of mpirun. It must not end the other processes after a failure, because it
+    would give them only one second.
 
     Args:
-        mpi, job: what to run.
-        names: variables to hand to other hosts.
-        root: this is root, which mpirun wants to be told that it may.
+        mpi, job: the launcher and the job to run.
+        names: variables to export to other hosts.
+        root: whether this user is root, which mpirun has to allow explicitly.
     """
     return (
         *("mpirun", "-n", str(job.processes), "--tag-output", "--bind-to", "none"),
@@ -87,7 +87,7 @@ def command(mpi: Mpi, job: Job, names: Sequence[str], *, root: bool) -> tuple[st
 
 
 def read(text: str) -> OutputLine:
-    """Whose a line of mpirun is, and whether it tells of a failure.
+    """Parse a line of mpirun: the process that wrote it, and whether it reports a failure.
 
     >>> read("[1,3]<stderr>:oh")
     OutputLine(process=3, text='oh', failed=None)

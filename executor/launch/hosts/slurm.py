@@ -1,5 +1,5 @@
-"""Processes that Slurm's srun starts, inside an allocation or with one of its own. Who they are,
-Slurm tells them (``executor.processes.roles``)."""
+"""Processes that Slurm's srun starts, inside an allocation or with a new one. They read their roles
+from Slurm's variables (``executor.processes.roles``)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ LABEL = re.compile(r" *(\d+): (.*)", re.S)
 
 @dataclass(frozen=True)
 class Slurm:
-    """Starts processes by srun.
+    """Starts processes with srun.
 
     Attributes:
         python: the interpreter, on every node.
-        options: more words for srun: nodes, partition, time.
-        gpus: of each process; None leaves it to Slurm.
+        options: more options for srun: nodes, partition, time.
+        gpus: GPUs of each process; None leaves it to Slurm.
     """
 
     python: str
@@ -29,7 +29,7 @@ class Slurm:
     gpus: int | None = None
 
     def start(self, job: Job, restart: int, failed: Sequence[str] = (), /) -> Start:
-        """One task: srun. Every step has another port."""
+        """One task: srun. Every step has a different port."""
         need("srun", "slurm-client")
         variables = {**outer(), **new_secret(), **shared(job, restart)}
         return Start(
@@ -38,7 +38,7 @@ class Slurm:
 
 
 def command(slurm: Slurm, job: Job) -> tuple[str, ...]:
-    """The words of srun; its input goes to the guards of all processes."""
+    """The command line of srun; its input goes to the guards of all processes."""
     return (
         *("srun", f"--ntasks={job.processes}", "--label", "--input=all", "--kill-on-bad-exit=0"),
         *([] if slurm.gpus is None else [f"--gpus-per-task={slurm.gpus}"]),
@@ -48,7 +48,7 @@ def command(slurm: Slurm, job: Job) -> tuple[str, ...]:
 
 
 def read(text: str) -> OutputLine:
-    """Whose a line of srun is, and whether it tells of a failure.
+    """Parse a line of srun: the process that wrote it, and whether it reports a failure.
 
     >>> read("12: a: b")
     OutputLine(process=12, text='a: b', failed=None)

@@ -1,8 +1,8 @@
 """Processes on hosts that ssh reaches.
 
-Every process has a connection of its own, with a terminal there (``-tt``), under which a guard runs
-it: a program that ends when the connection does, or when it hears nothing for SILENCE_S. Nothing is
-installed there for that; its text goes along. Hosts are asked before every start.
+Every process has a separate connection, with a terminal on the host (``-tt``). A guard runs the
+process there and ends it when the connection ends, or when no heartbeat arrives for SILENCE_S. The
+guard is not installed on the host: its text is sent along. Hosts are checked before every start.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ASK_PORT = "import socket as s; p = s.socket(); p.bind(('', 0)); print('port', p
 
 @dataclass(frozen=True)
 class Sync:
-    """A folder to bring to every host: from here, to there."""
+    """A folder to copy to every host, from ``here`` to ``there``."""
 
     here: Path
     there: str
@@ -41,17 +41,17 @@ class Sync:
 
 @dataclass(frozen=True)
 class Ssh:
-    """Starts processes on hosts by ssh.
+    """Starts processes on hosts with ssh.
 
     Attributes:
-        hosts: in the order in which they are filled.
-        folder: where the program runs there.
-        python: the interpreter there.
-        options: more words for ssh.
-        least: as long as so many processes remain, a host is left out that does not answer, or that
-            failed first in the last two starts; None leaves out none.
-        sync: brought to every host before every start.
-        tell: told what people should know.
+        hosts: the hosts, in the order in which they are filled.
+        folder: the folder on the hosts in which the program runs.
+        python: the interpreter on the hosts.
+        options: more options for ssh.
+        least: hosts that do not answer, or that failed first in the last two starts, are left out
+            while at least this number of processes remains; None leaves out none.
+        sync: the folder that is copied to every host before every start.
+        tell: called with messages for the user.
     """
 
     hosts: tuple[Host, ...]
@@ -63,7 +63,8 @@ class Ssh:
     tell: Callable[[str], None] = print
 
     def start(self, job: Job, restart: int, failed: Sequence[str] = (), /) -> Start:
-        """Ask the hosts, bring the folder, choose a port on the first; one task a process."""
+        """Check the hosts, copy the folder, choose a port on the first host. Returns one task per
+        process."""
         need("ssh", "openssh-client")
         rooms = room(self.hosts, job.processes)
         if len(places(rooms, job.processes)) < job.processes:
@@ -135,7 +136,7 @@ class Ssh:
 
 
 def connection(host: Host, options: Sequence[str]) -> list[str]:
-    """The words that reach a host, without a command."""
+    """The ssh command line that reaches a host, without a remote command."""
     port = [] if host.port is None else ["-p", str(host.port)]
     user = [] if host.user is None else ["-l", host.user]
     fixed = {
@@ -157,8 +158,8 @@ def tasks(
     coordinator: str,
     more: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Task, ...]:
-    """One connection a process. Its variables, those of ``more`` too, stand in the command line
-    there, for everybody on the host to see; a secret does not."""
+    """One connection per process. Its variables, including those of ``more``, are in the command
+    line on the host, where all users can see them; a secret is not."""
     out = []
     for k, place in enumerate(placed):
         variables = {
@@ -179,10 +180,10 @@ def tasks(
 
 
 def hand_secret(hosts: Sequence[Host], secret: str, options: Sequence[str]) -> str:
-    """Write a secret to a file on every host that only its user reads; returns the file's name.
+    """Write a secret to a file on every host that only its user can read; returns the file's name.
 
     Raises:
-        LaunchError: it did not work; says on which host, and why.
+        LaunchError: the file can't be written; names the host and the reason.
     """
     name = f"~/.meshwright-{secrets.token_hex(8)}"
     for host in hosts:
@@ -200,10 +201,10 @@ def ask(host: Host, options: Sequence[str]) -> str | None:
 
 
 def address(first: Host, hosts: Sequence[Host], options: Sequence[str]) -> str:
-    """The first host's name as ssh's configuration resolves it, for the others to look for.
+    """The first host's name as ssh's configuration resolves it, for the other hosts to connect to.
 
     Raises:
-        LaunchError: it means "this host" though there are others.
+        LaunchError: the name means "this host" although there are other hosts.
     """
     names = {host: _real_name(host, options) for host in dict.fromkeys([first, *hosts])}
     if _loopback(names[first]) and not all(map(_loopback, names.values())):
@@ -229,11 +230,11 @@ def _loopback(name: str) -> bool:
 
 
 def bring(host: Host, sync: Sync, options: Sequence[str]) -> None:
-    """Copy a folder's files to a host, by rsync where both have it, else as a tar archive. Files
-    that are only there stay.
+    """Copy a folder's files to a host, with rsync if both have it, else as a tar archive. Files
+    that exist only on the host stay.
 
     Raises:
-        LaunchError: it did not work; says what the programs said.
+        LaunchError: the copy failed; includes the program's message.
     """
     reach = connection(host, options)
     there = shlex.quote(sync.there)

@@ -1,7 +1,7 @@
 """A job for Kubernetes: the manifest of a JobSet (jobset.sigs.k8s.io), checked against a schema.
 
-One indexed Job whose pods know each other by name (a headless service); the pod's index is the
-process's number. When a pod fails, the whole JobSet is started again, as often as it may be.
+It has one indexed Job whose pods reach each other by name (a headless service); the pod's index is
+the process's number. When a pod fails, the whole JobSet restarts, up to a maximum number of times.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ KIND = Kind("JobSet", "v1alpha2", "jobsets.jobset.x-k8s.io", SCHEMA, "JobSet")
 GROUP = "workers"
 ATTEMPT = "metadata.annotations['jobset.sigs.k8s.io/restart-attempt']"
 SECRET_KEY = "meshwright"
-"""In the Secret that has the job's name, if there is one: what all pods know."""
+"""Key of the secret that all pods share, in the Secret with the job's name, if there is one."""
 LONGEST = 63
-"""Of a host name."""
+"""Largest length of a host name."""
 QUANTITY = r"\+?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+|[KMGTPE]i|[kMGTPE]{})?"
-"""What Kubernetes reads; of CPUs thousandths and less too."""
+"""Quantities that Kubernetes accepts; for CPUs, suffixes for thousandths and less are added."""
 
 
 @dataclass(frozen=True)
 class Pods:
-    """What the pods of a job are.
+    """The pods of a job.
 
     Attributes:
-        name: of the JobSet.
-        image: of the container; it has the script and Python.
-        gpus: of each pod; None asks for none.
-        cpu, memory: of each pod, as Kubernetes writes quantities ("8", "500m"; "32Gi"); None says
-            nothing. Both are asked for, and memory is also the most.
+        name: name of the JobSet.
+        image: image of the container; it has the script and Python.
+        gpus: GPUs of each pod; None requests none.
+        cpu, memory: CPUs and memory of each pod, as Kubernetes writes quantities ("8", "500m";
+            "32Gi"); None sets nothing. Both are requests, and memory is also a limit.
     """
 
     name: str
@@ -45,10 +45,10 @@ class Pods:
     memory: str | None = None
 
     def resources(self, *, gpus: bool = True) -> Json:
-        """What a container asks for; empty for nothing.
+        """The resource requests and limits of a container; empty if there are none.
 
         Raises:
-            LaunchError: a quantity that is none.
+            LaunchError: a quantity is malformed.
         """
         requests: Json = {}
         limits: Json = {"nvidia.com/gpu": self.gpus} if gpus and self.gpus is not None else {}
@@ -71,7 +71,7 @@ def manifest(job: Job, pods: Pods, max_restarts: int) -> Json:
     """The JobSet.
 
     Raises:
-        LaunchError: the name is none that Kubernetes takes.
+        LaunchError: Kubernetes does not accept the name.
     """
     variables = shared(job, 0)
     del variables["MESHWRIGHT_RESTART"]
@@ -119,7 +119,7 @@ def _host(name: str, process: int) -> str:
 
 
 def _failures(max_restarts: int) -> Json:
-    """All over again, whatever failed; what asked for it is named apart."""
+    """Restart the JobSet after any failure; a named rule covers failures by pod failure policy."""
     restart_rule = {
         "name": "asked",
         "action": "RestartJobSet",
@@ -129,7 +129,7 @@ def _failures(max_restarts: int) -> Json:
 
 
 def _indexed(job: Job, container: Json) -> Json:
-    """A Job that fails with its first pod: the others can't go on without it."""
+    """A Job that fails when the first of its pods fails: the others can't continue without it."""
     restart_rule = {
         "action": "FailJob",
         "onExitCodes": {"containerName": "worker", "operator": "In", "values": [AGAIN]},

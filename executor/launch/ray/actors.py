@@ -1,4 +1,4 @@
-"""Processes in actors of Ray, on the nodes of a cluster or in a Ray of this host's own."""
+"""Processes in Ray actors, on the nodes of a cluster or in a local Ray on this host."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Ray:
     """Starts processes as actors.
 
     Attributes:
-        address: of a cluster; None starts a Ray on this host, which goes with the job.
+        address: address of a cluster; None starts a Ray on this host, which ends with the job.
         python: the interpreter, on every node.
-        gpus: of each process; None asks for none.
+        gpus: GPUs of each process; None requests none.
     """
 
     address: str | None
@@ -34,7 +34,7 @@ class Ray:
     gpus: int | None = None
 
     def start(self, job: Job, restart: int, failed: Sequence[str] = (), /) -> Start:
-        """One task: the driver. The coordinator is the node of process 0, at a port free there."""
+        """One task: the driver. The coordinator is the node of process 0, at a free port there."""
         if importlib.util.find_spec("ray") is None:
             raise LaunchError("--launcher ray needs Ray; pip install 'meshwright[ray]'")
         if self.address is not None:
@@ -53,10 +53,10 @@ class Ray:
 
 
 def look_for(address: str) -> None:
-    """Whether something listens at a cluster's address; Ray itself would try for minutes.
+    """Check that something listens at a cluster's address; Ray itself would try for minutes.
 
     Raises:
-        LaunchError: nothing does.
+        LaunchError: nothing listens there.
     """
     match = re.fullmatch(r"(?:ray://)?\[?([^\]]+?)\]?:(\d+)", address)
     if match is None:

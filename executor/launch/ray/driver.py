@@ -1,8 +1,8 @@
-"""Run the processes of a job in Ray actors, one each. A program of its own, started by `ray.Ray`.
+"""Run the processes of a job in Ray actors, one each. A separate program, started by `actors.Ray`.
 
-It reads JOB from its environment, and writes every process's lines with the number in front.
-SIGUSR1 and SIGTERM tell all processes to save and end. A local Ray that it started goes with it; a
-cluster that it joined goes on.
+It reads JOB from its environment, and writes every process's lines with the process number as a
+prefix. After SIGUSR1 or SIGTERM all processes save and end. A local Ray that it started ends with
+it; a cluster that it joined continues.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LOST = 255
 
 
 class Worker:
-    """One process of the job, on some node. Runs inside Ray, of which it knows nothing."""
+    """One process of the job, on a node. It runs inside Ray but does not depend on it."""
 
     def __init__(self) -> None:
         self.lines: queue.Queue[str | None] = queue.Queue()
@@ -37,7 +37,7 @@ class Worker:
             return address, int(probe.getsockname()[1])
 
     def begin(self, words: list[str], environment: dict[str, str], folder: str) -> None:
-        """Start the process, under a guard that ends it with this actor."""
+        """Start the process under a guard that ends it with this actor."""
         env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
         self.child = subprocess.Popen(
             words,
@@ -53,14 +53,14 @@ class Worker:
         threading.Thread(target=self.read, daemon=True).start()
 
     def read(self) -> None:
-        """Take the process's lines as they come."""
+        """Read the process's lines as they arrive."""
         assert self.child.stdout is not None
         for line in self.child.stdout:
             self.lines.put(line.rstrip("\r\n"))
         self.lines.put(None)
 
     def more(self) -> tuple[list[str], int | None]:
-        """Lines that came meanwhile, and the exit code after the last."""
+        """Lines since the last call, and the exit code if the output has ended, else None."""
         out: list[str] = []
         with contextlib.suppress(queue.Empty):
             line = self.lines.get(timeout=WAIT_S)
@@ -71,7 +71,7 @@ class Worker:
         return out, None
 
     def say(self, letter: str) -> None:
-        """A letter of the guard's protocol."""
+        """Send a letter of the guard's protocol."""
         with contextlib.suppress(OSError):
             if self.child.stdin is not None:
                 self.child.stdin.write(letter + "\n")
@@ -79,10 +79,10 @@ class Worker:
 
 
 def placed_actors(ray: Any, job: dict[str, Any]) -> list[tuple[Any, str]]:
-    """The actors and their nodes' addresses, those of a node side by side.
+    """The actors and their nodes' addresses, grouped by node.
 
     Raises:
-        SystemExit: there is no room for them.
+        SystemExit: Ray has no room for them.
     """
     from ray.util.placement_group import placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -112,7 +112,7 @@ def placed_actors(ray: Any, job: dict[str, Any]) -> list[tuple[Any, str]]:
 
 
 def main() -> int:
-    """Run the job in the environment; returns the largest exit code."""
+    """Run the job that the environment describes; returns the largest exit code."""
     import ray
 
     job = json.loads(os.environ.pop(JOB))
@@ -138,7 +138,7 @@ def main() -> int:
 
 
 def start(ray: Any, job: dict[str, Any]) -> list[Any]:
-    """The actors, each with its process begun."""
+    """Create the actors and start their processes; returns the actors."""
     placed = placed_actors(ray, job)
     host, port = ray.get(placed[0][0].where.remote(placed[0][1]))
     begun = []
@@ -156,7 +156,7 @@ def start(ray: Any, job: dict[str, Any]) -> list[Any]:
 
 
 def show_output(ray: Any, workers: list[Any], stop_event: threading.Event) -> int:
-    """Show what the processes write until all have ended; the largest exit code."""
+    """Print what the processes write until all have ended; returns the largest exit code."""
     pending = {worker.more.remote(): k for k, worker in enumerate(workers)}
     worst, passed_on = 0, False
     while pending:

@@ -1,5 +1,5 @@
-"""How many workers and servers a job has, and on what: from the call, the launcher or the words of
-older systems."""
+"""The number of workers and servers of a job, and what they run on: from the call, the launcher or
+the variables of older systems."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class JobRequest:
     """What a job runs on.
 
     Attributes:
-        workers, servers: how many.
+        workers, servers: number of each.
         backend: "ray" or "local".
-        address: of a Ray cluster; None starts one on this host.
-        gpus: of each worker; with 0 it computes on CPUs.
+        address: address of a Ray cluster; None starts one on this host.
+        gpus: GPUs per worker; with 0, workers compute on CPUs.
     """
 
     workers: int = 1
@@ -38,12 +38,12 @@ class JobRequest:
 
 
 def job_request(environment: Mapping[str, str], **given: Any) -> JobRequest:
-    """What the call gives, completed by the environment.
+    """Complete the arguments of the call from the environment.
 
     Args:
-        environment: ``os.environ``, say: the variables of ``planner launch``, else those of older
-            systems (``ps_role``).
-        given: the fields of ``JobRequest``; None where the call says nothing.
+        environment: usually ``os.environ``: the variables of ``planner launch``, else those of
+            older systems (``ps_role``).
+        given: the fields of ``JobRequest``; None for fields that the call does not set.
 
     Raises:
         RequestError: the call and the environment contradict each other, a value is malformed, an
@@ -55,7 +55,7 @@ def job_request(environment: Mapping[str, str], **given: Any) -> JobRequest:
             continue
         if not is_integer(value):
             raise RequestError(f"{name}={value!r}: got {_kind(value)}, expected a whole number")
-        given[name] = int(value)  # Ray and JSON take none of NumPy's
+        given[name] = int(value)  # Ray and JSON do not accept NumPy integers
     address = given.get("address")
     if not isinstance(address, str | None):
         raise RequestError(
@@ -91,7 +91,7 @@ def _kind(x: object) -> str:
 
 
 def _told(environment: Mapping[str, str]) -> tuple[dict[str, Any], str]:
-    """What the environment says, and who that was."""
+    """The fields that the environment sets, and a description of the source."""
     env_fields: dict[str, Any] = {}
     for name in (field.name for field in fields(JobRequest)):
         text = environment.get(PREFIX + name.upper())
@@ -121,10 +121,10 @@ def _told(environment: Mapping[str, str]) -> tuple[dict[str, Any], str]:
 
 
 def gpus_of(ray: Any, job: JobRequest) -> dict[str, Any]:
-    """What Ray is asked for each worker, and what it computes on.
+    """Ray options for each worker: the number of GPUs, or an environment for computing on CPUs.
 
     Raises:
-        RequestError: the cluster has not that many; Ray itself would wait for more without a word.
+        RequestError: the cluster has too few GPUs; Ray itself would wait for more silently.
     """
     if not job.gpus:
         return {"runtime_env": {"env_vars": {**CPU["env_vars"], **MEMORY_ENV}}}
@@ -138,8 +138,8 @@ def gpus_of(ray: Any, job: JobRequest) -> dict[str, Any]:
 
 
 def rule_of(mode: str | None, staleness: int | None) -> tuple[str, int]:
-    """Mode and staleness; what is None is taken from ``set_parallel_mode``, a staleness where the
-    mode is the one that was set there."""
+    """Mode and staleness. A mode of None is taken from ``set_parallel_mode``. So is a staleness of
+    None if the mode is the one that was set there; otherwise it is 0."""
     current = get_parallel_mode()
     if staleness is None:
         staleness = current.staleness if mode in (None, current.update) else 0

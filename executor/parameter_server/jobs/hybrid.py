@@ -1,8 +1,8 @@
-"""Mixed placement: tables on parameter servers, by rows, the rest under SPMD on the devices of this
-process, or of all workers (``joined``), as MindSpore's ``set_param_ps`` mixes them.
+"""Mixed placement, like MindSpore's ``set_param_ps``: tables on parameter servers, by rows, and the
+rest under SPMD on the devices of this process or of all workers (``joined``).
 
-A call looks up which rows its batch asks for, pulls those, runs one planned step (loss, gradients,
-and the optimizer's update of what stays here), and pushes the rows' gradients.
+A call determines the rows that its batch uses, pulls them, runs one planned step (loss, gradients,
+and the optimizer's update of the SPMD parameters), and pushes the rows' gradients.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from planner.request.options import Options, takes_options
 from planner.request.parsed import Request
 
 _DEVICES = threading.Lock()
-"""Held while the devices compute: programs of two workers that are threads of one process would
-wait for each other, each on some of the devices."""
+"""Held while the devices compute: otherwise the programs of two workers that are threads of one
+process could deadlock, each on some of the devices."""
 
 
 class Hybrid:
-    """A training run some of whose parameters lie on servers; call it with a batch.
+    """A training run with some of its parameters on servers; call it with a batch.
 
-    ``hybrid`` makes one.
+    Create one with ``hybrid``.
     """
 
     def __init__(
@@ -76,20 +76,20 @@ class Hybrid:
 
     @property
     def plan(self) -> Plan:
-        """The plan in use, of what is under SPMD; raises RequestError before the first call."""
+        """The plan in use for the SPMD parameters; raises RequestError before the first call."""
         return self.placement.plan if self._current is None else self._current.plan
 
     @property
     def params(self) -> Any:
-        """The parameters that are under SPMD, in the form of all; None stands for the others. The
-        next call uses them up."""
+        """The SPMD parameters, in the full pytree with None for the others. The next call donates
+        them."""
         return self._params if self._state is None else self._state["params"]
 
     @property
     def state(self) -> Any:
-        """What is under SPMD, ``{"params", "opt"}``, as arrays on the devices: to be saved, and to
-        be set by a run that goes on. The next call uses it up, as it does what is set: copy what
-        is to be kept. RequestError before ``begin``."""
+        """The SPMD state, ``{"params", "opt"}``, as arrays on the devices: save it, and set it to
+        resume a run. The next call donates it, also a state that was set: copy what you need later.
+        Raises RequestError before ``begin``."""
         _ = self._where
         return self._state
 
@@ -99,13 +99,13 @@ class Hybrid:
         self._state = _fitting(state, self._state)
 
     def begin(self, *batch: Any) -> int:
-        """Place the parameters, and learn what the servers have; the first call does so by itself.
+        """Place the parameters, and read the state of the servers; the first call also does this.
 
         Args:
-            batch: of the shapes that come.
+            batch: a batch with the shapes of the training batches.
 
         Returns:
-            How many steps of an earlier run are in what the servers have; 0 for a new one.
+            Number of steps of an earlier run that the servers' values include; 0 for a new run.
 
         Raises:
             RequestError, WaitError: as for a call.
@@ -114,20 +114,20 @@ class Hybrid:
         return int(self.server.clock)
 
     def __call__(self, *batch: Any) -> jax.Array:
-        """One step; returns the loss before it.
+        """Run one step; returns the loss before its update.
 
         Args:
-            batch: with joined devices the whole batch, as the same NumPy arrays in every process,
+            batch: with joined devices, the whole batch, as the same NumPy arrays in every process
                 or as arrays over all processes.
 
         Raises:
-            RequestError: a table can't be where it is asked to be; there are some on servers, and
-                these have no optimizer; the optimizer of what stays here looks at gradients of
-                these, too (``clip_by_global_norm``); the batch has an index outside a table that is
-                looked up by ``table[ids]``; ids that are computed from floating-point numbers are
-                rounded otherwise in the step than before it (nothing is pushed then, but what is
-                under SPMD may be used up: go on from what was saved); or joined processes have
-                different batches.
+            RequestError: a table can't have the requested placement; parameters are on servers
+                that have no optimizer; the optimizer of the SPMD parameters depends on gradients
+                of those on servers, too (``clip_by_global_norm``); the batch has an index outside
+                a table that is looked up by ``table[ids]``; ids computed from floating-point
+                numbers are rounded differently in the step than before it (nothing is pushed then,
+                but the step may have donated the SPMD state: resume from a saved one); or joined
+                processes have different batches.
             WaitError: the servers did not answer in time.
         """
         step, ids, room = self._asked_of(batch)
@@ -142,7 +142,7 @@ class Hybrid:
         return loss
 
     def _asked_of(self, batch: Sequence[Any]) -> tuple[CompiledStep, dict[str, Ids], Any]:
-        """The step for a batch, the rows that it asks for, and these with what fills them up."""
+        """The step for a batch, the row ids that the batch uses, and those ids with padding."""
         shapes = _key(batch)
         if shapes not in self._found:
             new_lookups = find_lookups(self.loss, self._shapes, batch)
@@ -177,7 +177,7 @@ class Hybrid:
         return step, ids, room
 
     def _check_there(self, missing: Mapping[str, jax.Array], batch: Sequence[Any]) -> None:
-        """Raises RequestError where the step looked up rows that did not come."""
+        """Raises RequestError if the step looked up rows that were not pulled."""
         lost = sorted(path for path, flag in missing.items() if bool(flag))
         if not lost:
             return
@@ -197,7 +197,7 @@ class Hybrid:
         return self._placed
 
     def _begin(self, lookups: LookUps, batch_ids: Mapping[str, Ids], batch: Sequence[Any]) -> None:
-        """Place the parameters, and give the servers theirs."""
+        """Place the parameters, and initialize those on servers."""
         self._sizes = {path: len(padded(x, 0)) for path, x in batch_ids.items()}
         counts = {path: len(x) for path, x in batch_ids.items()}
         args = (lookups, self._shapes, batch, self.optimizer, self._asked, self._request)
@@ -232,16 +232,16 @@ class Hybrid:
         self._placed, self._params = (placement, split), None
 
     def _first(self, x: Any) -> Any:
-        """A first value as JAX would hold it, which has no 64 bits as it is; or a shape."""
+        """An initial value in JAX's canonical dtype (by default without 64 bits); or a shape."""
         is_shape = isinstance(x, jax.ShapeDtypeStruct)
         return x if is_shape else np.asarray(x, jax.dtypes.canonicalize_dtype(x.dtype))
 
     def _part(self, path: str, ids: Ids) -> Ids:
-        """Those of a table's rows that this process moves."""
+        """The rows of a table that this process pulls and pushes."""
         return ids if self._parts is None else ids[self._parts.mine(self._sizes[path])]
 
     def _pulled(self, ids: Mapping[str, Ids], step: CompiledStep) -> dict[str, Any]:
-        """The rows, with zeros behind them up to the size of the step."""
+        """The pulled rows, padded with zeros to the size of the step."""
         local_ids = {path: self._part(path, x) for path, x in ids.items()}
         out: dict[str, Any] = {}
         for path, values in (self.server.pull_rows(local_ids) if ids else {}).items():
@@ -254,7 +254,7 @@ class Hybrid:
         return out
 
     def _here(self, gradients: Mapping[str, jax.Array]) -> dict[str, Any]:
-        """Gradients in this process's memory; of rows its part of them."""
+        """Gradients in this process's memory; of rows, this process's part."""
         parts = self._parts
         if parts is None:
             host_gradients: dict[str, Any] = jax.device_get(gradients)
@@ -268,7 +268,7 @@ class Hybrid:
         for path, x in ids.items():
             local_ids = self._part(path, x)
             change = gradients[path][: len(local_ids)]
-            if self._parts is not None:  # the servers take the mean, in which each row is once
+            if self._parts is not None:  # servers average, and one process pushes each row
                 change = change * np.asarray(self._parts.count, change.dtype)
             rows[path] = local_ids, change
         if self._whole:
@@ -280,7 +280,7 @@ class Hybrid:
             self.server.push_pull(None)
 
     def _step(self, lookups: LookUps, batch: Sequence[Any], shapes: Any) -> CompiledStep:
-        """The step for as many rows as there are now; planned for the first such call."""
+        """The step for the current numbers of rows; compiled at the first call with them."""
         placement, split = self._where
         key = shapes, tuple(self._sizes[p] for p in sorted(placement.at(PS)))
         if key not in self._steps:
@@ -310,33 +310,34 @@ def hybrid(
 
     Args:
         loss: ``loss(params, *batch)``, a scalar.
-        params: the first values; those of tables best as NumPy arrays, which take no device memory.
-        optimizer: an optax transformation, of what stays here. What is on servers has theirs,
+        params: the initial values; tables preferably as NumPy arrays, which take no device memory.
+        optimizer: an optax transformation for the SPMD parameters. Parameters on servers use
             ``train(optimizer=)``.
         server: this worker's ``ParameterServer``. With several workers that have not joined their
-            devices all parameters must be on servers, and each worker's batches are its own.
-        placement: ``{"regex over parameter path": place}``, the first that matches: ``"ps"`` (on
+            devices, all parameters must be on servers, and each worker has separate batches.
+        placement: ``{"regex over parameter path": place}``; the first match applies: ``"ps"`` (on
             servers, by rows), ``"ps_whole"`` (on servers, pulled and pushed whole), ``"spmd"`` or
-            ``"auto"``; what none matches is under SPMD. ``"auto"`` alone: tables of 1 MB or more
-            that are only looked up by rows go to the servers where that is predicted to be cheaper.
-        cluster: what to plan for; None describes the devices present.
+            ``"auto"``. Parameters without a match are under SPMD. ``"auto"`` alone: tables of 1 MB
+            or more that are only looked up by rows go to the servers where that is predicted to be
+            cheaper.
+        cluster: the cluster to plan for; None describes the devices present.
         **options: as for ``planner.make_plan``.
 
     Returns:
         A ``Hybrid``; call it with a batch.
 
     Raises:
-        RequestError: a request that makes no sense.
+        RequestError: an invalid request.
     """
     request = placement_request(cluster or detect_cluster(), "hybrid", options)
     return Hybrid(loss, params, optimizer, server, placement, request)
 
 
 def _fitting(state: Any, begin: Any) -> Any:
-    """A state that was given, if it has the form of the one that is here.
+    """A given state, checked to have the structure, shapes and dtypes of the current one.
 
     Raises:
-        RequestError: it has not; names the first array that differs.
+        RequestError: it does not have them; names the first array that differs.
     """
     got, want = (
         {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_flatten_with_path(y)[0]}
@@ -355,10 +356,10 @@ def _words(x: Any) -> str:
 
 
 def _host() -> jax.Device | None:
-    """The host as a device, where JAX may use it; else whatever there is."""
+    """The host's CPU as a device; None (JAX's default device) if JAX may not use it."""
     try:
         return jax.local_devices(backend="cpu")[0]
-    except RuntimeError:  # JAX_PLATFORMS leaves it out
+    except RuntimeError:  # JAX_PLATFORMS excludes it
         return None
 
 

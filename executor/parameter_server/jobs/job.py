@@ -1,4 +1,4 @@
-"""What a job is made of, and what it gives; the same for threads and for Ray."""
+"""The parts of a job and its result; the same for threads and for Ray."""
 
 from __future__ import annotations
 
@@ -48,19 +48,19 @@ SYNC, STALE = "'sync'", "'ssp' or 'async'"
 
 @dataclass(frozen=True)
 class Served:
-    """What a run gave.
+    """The result of a run.
 
     Attributes:
-        params: the last values; None if no worker called ``init``.
-        tables: the last values of the tables, whole, by name.
-        returned: what the loop returned, by worker; None of those that were lost.
+        params: the final values; None if no worker called ``init``.
+        tables: the final values of the whole tables, by name.
+        returned: what the loop returned, by worker; None for lost workers.
         lost: ranks of the workers whose process ended before their loop did, and that were not
-            started again or were lost once more.
-        counts: what every server did.
-        evaluations: (version, result) of each evaluation, where there was an evaluator; the last
-            is of ``params``. A result may be the exception that the evaluation raised.
-        restarts: how often a worker was started again, by rank.
-        unsaved: what is wrong with the last snapshot of every server that could not write one.
+            restarted or were lost again.
+        counts: the ``Counts`` of every server.
+        evaluations: (version, result) of each evaluation, if there was an evaluator; the last is
+            of ``params``. A result may be the exception that the evaluation raised.
+        restarts: number of restarts of a worker, by rank.
+        unsaved: the error of every server that could not write its last snapshot.
     """
 
     params: Any
@@ -75,14 +75,15 @@ class Served:
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """A request that makes sense; see ``train`` for what is what.
+    """A training request; see ``train`` for the other fields.
 
     Attributes:
-        on: how many workers and servers, and what they run on.
+        on: the number of workers and servers, and what they run on.
         cut: arguments of ``layout_of``.
         options: further arguments of every ``ParameterServer``.
-        begin: updates of the snapshot that each server begins with; None begins anew.
-        number: the push after which every worker begins, where a job goes on with others.
+        begin: number of updates in the snapshot that each server resumes from; None starts anew.
+        number: the push after which every worker begins, if a job resumes with another number of
+            workers.
     """
 
     loop: Loop
@@ -103,12 +104,12 @@ class TrainingJob:
 
     @property
     def workers(self) -> int:
-        """How many."""
+        """Number of workers."""
         return self.on.workers
 
     @property
     def servers(self) -> int:
-        """How many."""
+        """Number of servers."""
         return self.on.servers
 
     @property
@@ -117,11 +118,11 @@ class TrainingJob:
         return self.rule, self.workers, self.optimizer, self.wait_s
 
     def layout(self, tree: Any) -> Layout:
-        """The layout that every worker finds for these parameters."""
+        """The layout that every worker computes for these parameters."""
         return layout_of(tree, self.servers, **self.cut)
 
     def checked(self) -> TrainingJob:
-        """The same; raises RequestError for what makes no sense."""
+        """This job; raises RequestError if it is invalid."""
         self.layout({})
         for kind, text in LAZY.items():
             if kind(self.loop):
@@ -154,8 +155,8 @@ class TrainingJob:
         return self
 
     def going_on(self) -> TrainingJob:
-        """The same, going on from the snapshots in its folder, if there are any; where they are of
-        another layout they are spread anew first.
+        """This job, resumed from the snapshots in its folder, if there are any. Snapshots with
+        another layout are resharded first.
 
         Raises:
             RequestError: a snapshot is damaged.
@@ -194,7 +195,7 @@ class TrainingJob:
             )
 
     def _number(self, dumps: Sequence[Any]) -> int | None:
-        """Where workers begin if they are others than before: after as many pushes each."""
+        """The push after which every worker begins if the number of workers changed, else None."""
         if all(facts["workers"] == self.workers for facts, _ in dumps):
             return None
         if self.rule.mode == "sync":
@@ -204,24 +205,24 @@ class TrainingJob:
 
 
 def places_of(folder: str | Path | None, servers: int, every: int) -> Places | None:
-    """Where snapshots lie; None: none are made. Raises RequestError for no name."""
+    """Where snapshots are stored; None without snapshots. Raises RequestError for an empty name."""
     if folder == "":
         raise RequestError("snapshots='': expected the name of a folder, or None")
     return None if folder is None else Places(Path(folder).absolute(), servers, every)
 
 
 def worker_life(job: TrainingJob, links: Links, rank: int) -> tuple[Any, Any, list[Any]]:
-    """A worker's life: what its loop returned, the shapes of the parameters, and what it told each
-    server when it left."""
+    """Run a worker; returns what its loop returned, the shapes of the parameters, and the arguments
+    of ``leave`` for each server."""
     server = ParameterServer(links, rank, job.workers, **job.cut, **job.options)
     try:
         returned = _run(job.loop, server)
         server.settle()
     except BaseException as error:
         if job.on_lost != "fail" or job.on.backend == "local":
-            _leave(
-                server
-            )  # threads wait for it; else nothing is to come of what others have pushed
+            # Threads wait for this worker. Otherwise the job fails, and to leave would let servers
+            # apply what the others have pushed.
+            _leave(server)
         if isinstance(error, Exception) and (words := _in_words(error)) is not None:
             raise words from error
         raise
@@ -233,7 +234,7 @@ def _run(loop: Loop, server: ParameterServer) -> Any:
     try:
         returned = loop(server)
     except SystemExit as error:
-        if type(error) is not SystemExit:  # PreemptedError, say
+        if type(error) is not SystemExit:  # such as PreemptedError
             raise
         raise RequestError(
             f"worker {server.rank}: its loop called sys.exit({error.code!r}); expected it to "
@@ -248,7 +249,7 @@ def _leave(server: ParameterServer) -> None:
 
 
 def _in_words(error: Exception) -> RequestError | None:
-    """An error that can't be sent to another process, in words; None for one that can."""
+    """The text of an error that can't be sent to another process; None for one that can."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -267,7 +268,7 @@ def served(
     evaluations: tuple[Evaluation, ...] = (),
     unsaved: Sequence[str] = (),
 ) -> Served:
-    """The end of a job, from what its servers hold."""
+    """The result of a job, from the final state of its servers."""
     params = None
     if shapes is not None:
         params = job.layout(shapes).gather(

@@ -1,4 +1,4 @@
-"""A job on Ray: an actor for each server, a task for each worker."""
+"""Run a job on Ray: one actor per server, one task per worker."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from planner.errors import RequestError
 LOG = logging.getLogger(__name__)
 SPREAD = {"num_cpus": 0, "scheduling_strategy": "SPREAD"}
 TELL_S = 2.0
-"""How long after the last worker has left servers are told so again."""
+"""Seconds without a worker that ends, after which servers are checked and ``leave`` is repeated."""
 WHERE = {"runtime_env": CPU, **SPREAD}
 
 
 def imported() -> Any:
-    """Ray.
+    """The ``ray`` module.
 
     Raises:
-        RequestError: it is not installed.
+        RequestError: Ray is not installed.
     """
     try:
         import ray
@@ -45,7 +45,7 @@ def imported() -> Any:
 
 @dataclass
 class _Own:
-    """Whether a job in this process has started Ray, and will end it."""
+    """Whether a job in this process has started Ray, and will shut it down."""
 
     running: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -56,10 +56,10 @@ _OWN = _Own()
 
 @contextlib.contextmanager
 def ray_at(address: str | None) -> Iterator[Any]:
-    """Ray, joined or started; what was started is ended.
+    """Connect to Ray or start it, unless it is initialized; shut down only what was started here.
 
     Raises:
-        RequestError: another job in this process has started it.
+        RequestError: another job in this process has started Ray.
     """
     ray = imported()
     with _OWN.lock:
@@ -83,21 +83,21 @@ def ray_at(address: str | None) -> Iterator[Any]:
 
 def _start(ray: Any, address: str | None) -> None:
     system = {"_system_config": dict(SYSTEM)} if address in (None, "local") else {}
-    with warnings.catch_warnings():  # Ray's processes are new programs: nothing of JAX is in them
+    with warnings.catch_warnings():  # Ray's processes are new programs, without JAX's state
         warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
         ray.init(address=address or "local", log_to_driver=True, include_dashboard=False, **system)
 
 
 @contextlib.contextmanager
 def _sending(job: TrainingJob) -> Iterator[None]:
-    """While it is open, a job is sent to other processes.
+    """Context in which a job is sent to other processes.
 
     Raises:
-        RequestError: it can't be.
+        RequestError: its loop or its ``evaluate`` can't be sent.
     """
     try:
         yield
-    except Exception as error:  # Ray's own words are the whole job
+    except Exception as error:  # Ray's own message is about the whole job
         from ray import cloudpickle
 
         for what, value in (("the loop", job.loop), ("evaluate", job.evaluate)):
@@ -113,7 +113,7 @@ def _sending(job: TrainingJob) -> Iterator[None]:
 
 @dataclass
 class Team:
-    """The workers of a job: who runs, who returned what, who was lost."""
+    """The workers of a job: those that run, have returned, or were lost."""
 
     job: TrainingJob
     links: RayLinks
@@ -127,19 +127,19 @@ class Team:
     shapes: Any = None
 
     def start(self, rank: int) -> None:
-        """Begin a worker."""
+        """Start a worker."""
         job = self.job
-        once = self.ray.remote(max_calls=1)  # JAX is set up once in a process
+        once = self.ray.remote(max_calls=1)  # JAX can be set up only once per process
         task = once(worker_process).options(max_retries=0, **SPREAD, **gpus_of(self.ray, job.on))
         with _sending(job):
             ref = task.remote(job, RayLinks(self.links.actors, rank), rank)
         self.running[ref] = rank
 
     def follow(self) -> None:
-        """Until every worker has returned or is lost for good.
+        """Wait until every worker has returned or is lost for good.
 
         Raises:
-            LostError: all were, or one and the job is not to go on then.
+            LostError: all workers were lost, or one was lost and ``on_lost`` is "fail".
             Exception: what a loop raised.
         """
         for rank in range(self.job.workers):
@@ -177,16 +177,16 @@ class Team:
             raise LostError("all workers were lost")
 
     def see(self) -> None:
-        """Ask every server that has answered the last time for a sign of life, and do not wait.
+        """Check that servers are alive, without waiting: call each one that has answered before.
 
         Raises:
-            LostError: one is gone for good, which no worker may ever ask.
+            LostError: a server is gone for good; it may be one that no worker ever calls.
         """
         errors = self.ray.exceptions
         for server, actor in enumerate(self.links.actors):
             ref = self.asked.get(server)
             if ref is not None and not self.ray.wait([ref], timeout=0)[0]:
-                continue  # it is busy, or on its way back
+                continue  # it is busy or restarting
             try:
                 if ref is not None:
                     self.ray.get(ref)
@@ -197,13 +197,15 @@ class Team:
             self.asked[server] = actor.members.remote()
 
     def tell(self) -> None:
-        """Say who has left: a server that came back from a snapshot may wait for them."""
+        """Repeat ``leave`` for workers that have left: a server restored from a snapshot may wait
+        for them."""
         for rank in {*self.returned, *self.lost}:
             messages = self.left.get(rank, [(rank,)] * self.links.count)
             self.links.call("leave", messages, self.job.wait_s)
 
     def missing(self, rank: int, error: Exception) -> None:
-        """A worker's process is gone."""
+        """Handle the loss of a worker's process: restart it, go on without it, or raise LostError,
+        as ``on_lost`` and ``restarts`` say."""
         if self.job.on_lost == "fail":
             raise LostError(f"worker {rank} was lost: {error}") from error
         LOG.warning("worker %d was lost: %s", rank, error)
@@ -218,13 +220,13 @@ class Team:
 
 
 def worker_process(job: TrainingJob, links: RayLinks, rank: int) -> tuple[Any, Any, list[Any]]:
-    """A worker's life in a process of its own, which parts from those that it has joined."""
+    """Run a worker in a separate process; at the end, disconnect from the processes it joined."""
     outcome = worker_life(job, links, rank)
     if is_joined():
         nobody = [None] * (links.count - 1)
-        while links.call("members", [(), *nobody], job.wait_s)[0]:  # who fails ends the job
+        while links.call("members", [(), *nobody], job.wait_s)[0]:  # a failed worker ends the job
             time.sleep(AGAIN_S)
-            links.call("leave", outcome[2], job.wait_s)  # a server may have come back meanwhile
+            links.call("leave", outcome[2], job.wait_s)  # a server may have restarted meanwhile
         try:
             finalize()
         except Exception as error:  # the work is done
@@ -270,7 +272,7 @@ def on_ray(job: TrainingJob) -> Served:
             tables = links.call("tables", none, job.wait_s)
             try:
                 unsaved = [x for x in links.call("finish", none, job.wait_s) if x]
-            except (LostError, WaitError) as error:  # all that was trained is here
+            except (LostError, WaitError) as error:  # the trained values are here
                 unsaved = [str(error)]
             returned = [team.returned.get(k) for k in range(job.workers)]
             ended = (team.lost, team.restarts, evaluations, unsaved)

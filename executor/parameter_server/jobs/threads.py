@@ -1,4 +1,4 @@
-"""Threads: the workers of a job without Ray, and one call at a time where a loop has several."""
+"""Threads: the workers of a job without Ray, and one call at a time if a loop has several."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 END_S = 10.0
-"""How long the other workers may take to end, once one has failed."""
+"""Seconds that the other workers have to end after one has failed."""
 
 log = logging.getLogger("meshwright")
 T = TypeVar("T")
@@ -20,7 +20,7 @@ P = ParamSpec("P")
 
 
 class OneAtATime(Protocol):
-    """What ``one_at_a_time`` needs of an object."""
+    """An object with the lock that ``one_at_a_time`` needs."""
 
     one: threading.RLock
 
@@ -29,7 +29,7 @@ S = TypeVar("S", bound=OneAtATime)
 
 
 def one_at_a_time(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """A method that waits until no other thread is in one of its object's that are so marked."""
+    """Decorate methods of an object so that only one thread at a time runs any of them."""
 
     @functools.wraps(method)
     def in_turn(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -40,16 +40,17 @@ def one_at_a_time(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenat
 
 
 def together(life: Callable[[int], T], count: int, fail: Callable[[str], None]) -> list[T]:
-    """What ``life(0)``, ``life(1)`` and so on return, each in a thread of its own.
+    """Run ``life(0)``, ``life(1)`` and so on in one thread each; returns their results.
 
     Args:
-        life: told its number.
-        count: how many.
-        fail: told why the others are to end, once one has raised or this thread is interrupted.
+        life: called with the number of its thread.
+        count: number of threads.
+        fail: called with the reason why the others must end, after one has raised or this thread
+            was interrupted.
 
     Raises:
-        BaseException: what the first raised. A note names those that had not ended ``END_S`` later;
-            nothing can end a thread, so theirs go on until the process ends.
+        BaseException: what the first thread to fail raised. A note names those that had not ended
+            ``END_S`` later; a thread can't be killed, so they run until the process ends.
     """
     ended: queue.SimpleQueue[tuple[int, list[T], BaseException | None]] = queue.SimpleQueue()
 

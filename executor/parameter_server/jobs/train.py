@@ -66,48 +66,48 @@ def train(
     """Run ``loop`` on every worker.
 
     Args:
-        loop: told its ``ParameterServer``; calls ``init(params)``, then pulls and pushes.
-        workers, servers: how many; None takes what ``planner launch`` was told, or 1.
-        optimizer: applied on the servers, to each part of the parameters by itself; None adds what
-            is pushed.
-        update_on: "worker" has the servers average only, and the optimizer run in every worker,
-            where it may look at several elements at once. For mode "sync".
-        mode, staleness, aggregate, discard_lag, lag_scaled: as for ``Rule``; None takes mode and
-            staleness from ``planner.set_parallel_mode``.
-        backend: "ray", every worker and server a process; or "local", threads of this process. None
-            takes what ``planner launch`` was told, or "ray".
-        address: of a Ray cluster; None takes what ``planner launch`` was told, or starts one on
-            this host and ends it.
-        gpus: of each worker, on Ray; None takes what ``planner launch`` was told, or 0: workers
+        loop: called with its ``ParameterServer``; calls ``init(params)``, then pulls and pushes.
+        workers, servers: number of each; None uses the value from ``planner launch``, or 1.
+        optimizer: applied on the servers, to each part of the parameters separately; None adds the
+            pushed values.
+        update_on: "server", or "worker": the servers only average, and every worker runs the
+            optimizer, which may then depend on several elements at once. For mode "sync".
+        mode, staleness, aggregate, discard_lag, lag_scaled: as for ``Rule``; None uses the mode and
+            staleness of ``planner.set_parallel_mode``.
+        backend: "ray": every worker and server is a process; or "local": all are threads of this
+            process. None uses the value from ``planner launch``, or "ray".
+        address: address of a Ray cluster; None uses the value from ``planner launch``, or starts a
+            cluster on this host and shuts it down at the end.
+        gpus: GPUs per worker, on Ray; None uses the value from ``planner launch``, or 0: workers
             compute on CPUs.
         wait_s: deadline of every wait, in seconds.
         split_bytes, partition: as for ``layout_of``.
-        compress: "bf16", "int8" or "2bit": gradients travel in a half, a quarter or a sixteenth of
-            the bytes, and what was rounded away is added to the next push.
-        pull_dtype: "bfloat16": values travel to the workers in half the bytes; the servers' own
-            are not rounded.
-        evaluate: told the parameters (and the tables, if there are some), by a process (or thread)
-            of its own that nobody waits for.
-        evaluate_every: seconds from one evaluation to the next; values that have not changed are
-            left out, the last are evaluated too.
+        compress: "bf16", "int8" or "2bit": gradients are sent in a half, a quarter or a sixteenth
+            of the bytes, and the rounding error is added to the next push.
+        pull_dtype: "bfloat16": values are sent to the workers in half the bytes; the servers'
+            values are not rounded.
+        evaluate: called with the parameters (and the tables, if there are any) in a separate
+            process (or thread); training does not wait for it.
+        evaluate_every: seconds between evaluations; unchanged values are skipped, and the final
+            values are evaluated, too.
         row_cache: as for ``ParameterServer``; not for mode "sync", whose reads are of the last
             update.
-        snapshots: a folder that all hosts see; every server writes what it holds there, and a job
-            goes on from what it finds there, also with another number of servers or workers.
-        snapshot_every: updates from one snapshot to the next.
+        snapshots: a folder that all hosts share; every server writes its state there, and a job
+            resumes from the snapshots in it, also with another number of servers or workers.
+        snapshot_every: updates between snapshots.
         replicas: every server has a copy in another process, which has every push before the push
             is acknowledged. For backend "ray".
-        restarts: how often a worker whose process is lost is started again; its loop begins at
+        restarts: maximum number of restarts of a worker whose process is lost; its loop begins at
             ``ParameterServer.clock``. For backend "ray".
-        on_lost: of a worker that is lost: "leave": the others go on without it, until it is back;
-            "wait": they wait for it; "fail": the job ends.
+        on_lost: what happens when a worker is lost: "leave": the others go on without it, until it
+            is back; "wait": they wait for it; "fail": the job ends.
 
     Raises:
-        RequestError: a request that makes no sense, or that contradicts what the launcher was told,
-            an optimizer that looks at several elements at once (``clip_by_global_norm``, say), no
-            Ray for backend "ray", or a damaged snapshot.
+        RequestError: an invalid request, one that contradicts the settings of ``planner launch``,
+            an optimizer that depends on several elements at once (such as
+            ``clip_by_global_norm``), no Ray for backend "ray", or a damaged snapshot.
         WaitError: a wait took longer than ``wait_s``.
-        LostError: all workers were lost, or a server with all that it held.
+        LostError: all workers were lost, or a server with its state.
         Exception: what the loop raised.
     """
     rule = Rule(*rule_of(mode, staleness), aggregate, discard_lag, lag_scaled)
@@ -149,13 +149,13 @@ def train(
         evaluate_every=evaluate_every,
     )
     if on.backend == "ray":
-        imported()  # before snapshots are spread anew
+        imported()  # before snapshots are resharded
     job = job.checked().going_on()
     return _local(job) if on.backend == "local" else on_ray(job)
 
 
 def _local(job: TrainingJob) -> Served:
-    """Workers and servers as threads."""
+    """Run workers and servers as threads."""
     shards = [Shard(*job.shard) for _ in range(job.servers)]
     writers = []
     for k, shard in enumerate(shards):

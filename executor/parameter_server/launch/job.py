@@ -13,13 +13,13 @@ from executor.parameter_server.launch.roles import PREFIX
 
 @dataclass(frozen=True)
 class Servers:
-    """Starts the script with the numbers that its ``train`` takes.
+    """Starts the script with the settings that its ``train`` reads.
 
     Attributes:
-        workers, servers: how many.
+        workers, servers: number of each.
         backend: "ray", or "local": threads of the script's process.
-        address: of a Ray cluster; None leaves it to the script, which starts one on this host.
-        gpus: of each worker; None leaves it to the script.
+        address: address of a Ray cluster; None: the script starts a cluster on this host.
+        gpus: GPUs per worker; None leaves it to the script.
     """
 
     workers: int
@@ -30,7 +30,7 @@ class Servers:
 
     @property
     def variables(self) -> dict[str, str]:
-        """What the script is told."""
+        """The environment variables that pass these settings to the script."""
         settings = {
             "WORKERS": str(self.workers),
             "SERVERS": str(self.servers),
@@ -41,8 +41,8 @@ class Servers:
         return {PREFIX + name: value for name, value in settings.items() if value is not None}
 
     def start(self, job: Job, restart: int, failed: Sequence[str] = (), /) -> Start:
-        """One task: the script. What it started on this host ends with its guard; on a cluster,
-        Ray ends what belongs to a script that is gone."""
+        """One task: the script. Processes that it started on this host end with its guard; on a
+        cluster, Ray ends the processes of a script that has ended."""
         if self.backend == "ray" and importlib.util.find_spec("ray") is None:
             raise LaunchError(
                 "--launcher ray needs Ray; pip install 'meshwright[ray]', or use --launcher local: "

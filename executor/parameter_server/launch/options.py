@@ -1,4 +1,4 @@
-"""From the options of ``planner launch`` to a parameter-server job."""
+"""Make a parameter-server job from the options of ``planner launch``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from executor.parameter_server.launch.roles import PREFIX, PsRole, ps_role
 from planner.errors import RequestError
 
 LAUNCHERS = {"ray": "ray", "local": "local", "k8s": "ray"}
-"""Those that start such a job, and what its workers and servers run on."""
+"""Launchers that start such a job, and the backend of its workers and servers."""
 UNUSED = {
     "devices_per_process": "a worker has all devices that it sees",
     "min_processes": "a worker that is lost is left behind",
@@ -22,26 +22,28 @@ SET_BY = {
     PREFIX + "ADDRESS": "--ray-address",
     PREFIX + "GPUS": "--gpus",
 }
-"""Variables of such a job, and the options that say them."""
+"""Variables of such a job, and the options that set them."""
 HOW = "planner launch --launcher ray --workers 4 --servers 2 train.py"
 
 
 def servers_of(
     options: argparse.Namespace, environ: Mapping[str, str], tell: Callable[[str], None]
 ) -> Servers | None:
-    """The parameter-server job that was asked for, by options or in an older system's variables.
+    """The parameter-server job requested by options or by an older system's variables.
 
     Args:
-        options: of ``planner launch``.
-        environ: ``os.environ``, say; looked at where no option says how many of what.
-        tell: told what was taken from there, and what has no meaning.
+        options: options of ``planner launch``.
+        environ: usually ``os.environ``; used if no option gives the number of workers.
+        tell: called with a message about the settings used from ``environ``, and with one about
+            each setting that has no meaning here.
 
     Returns:
-        None for a job of processes.
+        The job; None for a job of processes (``-n``).
 
     Raises:
-        RequestError: the options contradict each other, nothing says how many of what, or an older
-            system's cluster was meant and the launcher would run all on this host.
+        RequestError: the options contradict each other, nothing gives the number of workers and
+            servers, or an older system's variables describe a cluster and the launcher would run
+            everything on this host.
     """
     if options.workers is None and options.servers is not None:
         raise RequestError(f"--servers {options.servers} needs --workers, as in: {HOW}")
@@ -80,7 +82,7 @@ def servers_of(
 
 
 def _check_env(env: Sequence[str]) -> None:
-    """Refuse ``--env`` of what the launch itself says to the script."""
+    """Raises RequestError if ``--env`` sets a variable that the launch itself sets."""
     for text in env:
         name = text.partition("=")[0]
         if name in SET_BY:
@@ -88,10 +90,10 @@ def _check_env(env: Sequence[str]) -> None:
 
 
 def _head(role: PsRole, launcher: str, given: str | None) -> str | None:
-    """Where Ray's head is.
+    """The address of Ray's head.
 
     Raises:
-        RequestError: the variables say where, and the launcher would not go there.
+        RequestError: the variables give an address, and the launcher would not use it.
     """
     if launcher == "local" and role.address is not None:
         raise RequestError(
@@ -103,7 +105,7 @@ def _head(role: PsRole, launcher: str, given: str | None) -> str | None:
 
 
 def _older(environ: Mapping[str, str]) -> tuple[PsRole, int, int]:
-    """Who says it, workers and servers, in an older system's variables."""
+    """The role, the number of workers and of servers, from an older system's variables."""
     role = ps_role((), environ)
     if role is None:
         raise RequestError(

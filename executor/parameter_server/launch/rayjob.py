@@ -1,8 +1,8 @@
 """A parameter-server job for Kubernetes: the manifest of a RayJob (KubeRay, ray.io/v1).
 
-KubeRay starts a Ray cluster, a head and a pod per worker, runs the script on the head, and takes
-the cluster away when it has ended. The script's ``train`` spreads workers and servers over the
-pods. When the script fails, it is run again on a new cluster, as often as it may be.
+KubeRay starts a Ray cluster (a head, and one pod per worker), runs the script on the head, and
+deletes the cluster when the script has ended. The script's ``train`` spreads workers and servers
+over the pods. If the script fails, it runs again on a new cluster, up to the maximum of restarts.
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ from executor.parameter_server.launch.rayjob_schema import SCHEMA
 KIND = Kind("RayJob", "v1", "rayjobs.ray.io", SCHEMA, "KubeRay")
 GROUP = "workers"
 LONGEST = 47
-"""Of a RayJob's name: KubeRay makes the names of its cluster and services of it."""
+"""Maximum length of a RayJob's name: KubeRay derives names of its cluster and services from it."""
 PLAIN = "[A-Za-z0-9_@%+=:,./-]+"
-"""Words that two shells and Ray's joining of words leave as they are."""
+"""Words that two shells and Ray's joining of words do not change."""
 
 
 def manifest(job: Job, pods: Pods, servers: Servers, max_restarts: int) -> Json:
-    """The RayJob.
+    """The manifest of the RayJob.
 
     Raises:
-        LaunchError: the name is none that KubeRay takes, or a word of the command would not arrive
-            as it is.
+        LaunchError: KubeRay does not accept the name, or a word of the command would be changed.
     """
     check_name(pods.name, pods.name, LONGEST)
     for word in job.command:
@@ -40,7 +39,7 @@ def manifest(job: Job, pods: Pods, servers: Servers, max_restarts: int) -> Json:
                 "--env NAME=VALUE"
             )
     env = shared(job, 0)
-    del env["MESHWRIGHT_RESTART"]  # KubeRay tells nobody which try it is
+    del env["MESHWRIGHT_RESTART"]  # KubeRay does not pass the number of the try
     head = {**env, **replace(servers, address="auto").variables}
     size = servers.workers
     return {
@@ -72,7 +71,7 @@ def manifest(job: Job, pods: Pods, servers: Servers, max_restarts: int) -> Json:
 
 
 def _pod(name: str, job: Job, resources: Json, image: str, environment: dict[str, str]) -> Json:
-    """A pod; Ray counts its CPUs, so that one is asked for at least."""
+    """A pod. It requests one CPU unless ``resources`` sets another number: Ray counts its CPUs."""
     container: Json = {
         "name": name,
         "image": image,

@@ -1,10 +1,10 @@
-"""Who a process was in a job of an older parameter-server system, in the words used here. No jax.
+"""Translate a process's role in a job of an older parameter-server system. Does not import jax.
 
-Flags and variables of PaddlePaddle, MXNet, MindSpore and TensorFlow say how many workers and
-servers a job has, where its scheduler is and what this process is. Here one process runs the
-script, workers and servers are placed by Ray, and the scheduler is Ray's head: so of the numbers
-only how many there are counts, and where the head is. One table, `SYSTEMS`, says what becomes of
-each name; what has no meaning here is told in ``PsRole.notes``.
+Flags and variables of PaddlePaddle, MXNet, MindSpore and TensorFlow give the number of workers and
+servers of a job, the address of its scheduler and the role of this process. Here one process runs
+the script, Ray places workers and servers, and the scheduler is Ray's head. So only the numbers of
+workers and servers and the address of the head matter. The table `SYSTEMS` maps each name to its
+meaning; names without a meaning here are listed in ``PsRole.notes``.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from executor.processes.roles import RoleError
 
 Environment = Mapping[str, str]
 Found = dict[str, str]
-"""What was said, by meaning: role, workers, servers, hosts (of servers, with commas), host and port
-(of the scheduler, or of the first server), own_host and own_port, and rank: a worker's, a server's
-(worker_rank, server_rank) or either's."""
+"""Settings by meaning: role, workers, servers, hosts (of servers, separated by commas), host and
+port (of the scheduler, or of the first server), own_host and own_port, and the rank of a worker
+(worker_rank), of a server (server_rank) or of either (rank)."""
 
 PREFIX = "MESHWRIGHT_PS_"
-"""Of the variables by which ``planner launch`` tells a script: WORKERS, SERVERS, BACKEND, ADDRESS
-and GPUS."""
+"""Prefix of the variables that ``planner launch`` sets for a script: WORKERS, SERVERS, BACKEND,
+ADDRESS and GPUS."""
 PLACED = "Ray places workers and servers; their addresses are not given"
 PYTHON = re.compile(r"(^|/)python[\d.]*$")
 INTERFACE = "the interface is that of `ray start --node-ip-address`"
@@ -33,18 +33,18 @@ INTERFACE = "the interface is that of `ray start --node-ip-address`"
 
 @dataclass(frozen=True)
 class PsRole:
-    """Who a process is in a parameter-server job.
+    """The role of a process in a parameter-server job.
 
     Attributes:
-        role: "chief" (worker 0, or who starts the job), "worker", "server", "scheduler" or
-            "evaluator".
-        rank: among the workers, or among the servers; None where nothing says it.
-        workers, servers: how many there are; None where nothing says it.
-        address: ``"host:port"`` of the scheduler, which is Ray's head here; where a system has
-            none, of its first server.
-        source: the system whose words these were, and the names that were read.
-        port: of the scheduler, where its host is not said.
-        notes: names that were given and have no meaning here, each with the reason.
+        role: "chief" (worker 0, or the process that starts the job), "worker", "server",
+            "scheduler" or "evaluator".
+        rank: rank among the workers or among the servers; None if it is not given.
+        workers, servers: number of each; None if it is not given.
+        address: ``"host:port"`` of the scheduler, which is Ray's head here; if a system has no
+            scheduler, of its first server.
+        source: the system, and the names of the settings that were read.
+        port: port of the scheduler, if its host is not given.
+        notes: given names that have no meaning here, each with the reason.
     """
 
     role: str
@@ -58,8 +58,7 @@ class PsRole:
 
     @property
     def instead(self) -> str:
-        """What to do where this process would have been started; "" for the chief, who runs the
-        script."""
+        """What to run on this process's host instead; "" for the chief, which runs the script."""
         address = self.address or f"HEAD:{self.port or '6379'}"
         port = self.port or (self.address or "").rpartition(":")[2]
         join = f"`ray start --address={address}`"
@@ -84,17 +83,17 @@ class PsRole:
 
 @dataclass(frozen=True)
 class System:
-    """The words of one system: what each name means, or why it means nothing here."""
+    """The settings of one system: the meaning of each name, or why it has no meaning here."""
 
     name: str
     roles: Mapping[str, str] = field(default_factory=dict)
     variables: Mapping[str, str] = field(default_factory=dict)
     flags: Mapping[str, str] = field(default_factory=dict)
     words: Mapping[str, str] = field(default_factory=dict)
-    """First words of a command line that say the role."""
+    """First words of a command line that give the role."""
     unused: Mapping[str, str] = field(default_factory=dict)
     read: Callable[[str], Found] | None = None
-    """Takes apart the only variable, where that is one text for all."""
+    """Parses the variable of a system that has a single variable for all settings."""
 
 
 def _tf_config(text: str) -> Found:
@@ -223,20 +222,20 @@ SYSTEMS = (
         read=_tf_config,
     ),
 )
-"""Read in order; the first whose words speak of servers counts."""
+"""Read in order; the first system whose settings mention servers is used."""
 
 
 def ps_role(argv: Sequence[str], environ: Environment) -> PsRole | None:
-    """Who this process would have been in an older system's parameter-server job.
+    """The role of this process in an older system's parameter-server job.
 
     Args:
         argv: words such as ``pserver --port=7164 --num_gradient_servers=4``, or those of MXNet's
-            ``tools/launch.py`` up to the program that it starts; or all in one text, as a shell
-            takes it; may be empty.
-        environ: ``os.environ``, say. Flags win over variables.
+            ``tools/launch.py`` up to the program that it starts; or all words in one string, in
+            shell syntax; may be empty.
+        environ: usually ``os.environ``. Flags take precedence over variables.
 
     Returns:
-        The role; None where nothing speaks of servers, such as in a job of workers only.
+        The role; None if nothing mentions servers, such as in a job of workers only.
 
     Raises:
         RoleError: a value is malformed, or the parts contradict each other.
@@ -253,7 +252,7 @@ def ps_role(argv: Sequence[str], environ: Environment) -> PsRole | None:
 
 
 def _flags(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Flags with their values, a first word that says the role as "", and flags nobody knows."""
+    """Flags with their values, a first word that gives the role as "", and unknown flags."""
     flags: dict[str, str] = {}
     try:
         words = shlex.split(argv) if isinstance(argv, str) else list(argv)
@@ -280,7 +279,7 @@ def _flags(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 def _role_in(
     system: System, flags: Mapping[str, str], unknown: Sequence[str], environ: Environment
 ) -> PsRole | None:
-    """What one system's words say; None if they do not speak of servers."""
+    """The role that one system's settings give; None if they do not mention servers."""
     settings, names = _said(system, flags, environ)
     role = settings.get("role")
     if role is not None and role not in system.roles:
@@ -310,7 +309,7 @@ def _role_in(
     rank = _rank(settings, names, kind, hosts)
     if kind in (None, "worker") and workers == 1:
         rank = 0
-    if kind is None and rank is None:  # who says numbers only is who starts the job
+    if kind is None and rank is None:  # only numbers: this process starts the job
         kind, rank = "chief", 0
     if kind in (None, "worker"):
         kind = "chief" if rank == 0 else "worker"
@@ -325,7 +324,7 @@ def _role_in(
 def _said(
     system: System, flags: Mapping[str, str], environ: Environment
 ) -> tuple[Found, dict[str, str]]:
-    """What was said by meaning, and under which name; the first name in the table counts."""
+    """Settings by meaning, and the name of each; the first name in the table is used."""
     settings: Found = {}
     names: dict[str, str] = {}
     if "" in flags and flags[""] in system.words:
@@ -372,14 +371,14 @@ def _rank(
 def _within(
     system: str, kind: str, rank: int | None, workers: int | None, servers: int | None
 ) -> None:
-    """Whether a number is one that there is; raises RoleError."""
+    """Raises RoleError if a rank is out of range."""
     of = {"worker": workers, "chief": workers, "server": servers}.get(kind)
     if rank is not None and of is not None and rank >= of:
         raise RoleError(f"{system}: {kind} {rank} of {of}, expected a number from 0 to {of - 1}")
 
 
 def _address(settings: Found, hosts: Sequence[str]) -> str | None:
-    """Where Ray's head is to be: at the scheduler's place, else the first server's."""
+    """The address for Ray's head: the scheduler's, else the first server's."""
     place = settings.get("host") or (hosts[0] if hosts else "")
     if not place:
         return None

@@ -1,7 +1,8 @@
-"""Servers hold parts of arrays, flat, by dtype: which optimizers do there as they do on a tree.
+"""Check that an optimizer gives the same updates on a pytree and on the servers' flat arrays.
 
-They are tried in float64, where roundings are far below the least that a mask or a factor changes;
-scalars of an optimizer (a rate, a power) may be float32 all the same.
+Servers hold parts of arrays, flattened, by dtype. Optimizers are tried in float64, where rounding
+errors are far below the smallest change by a mask or a factor; scalars of an optimizer (a rate, a
+power) may still be float32.
 """
 
 from __future__ import annotations
@@ -20,31 +21,32 @@ from executor.parameter_server.placement.layout import Array
 from planner.errors import RequestError
 
 EXACT = {"xla_backend_optimization_level": "0"}
-"""Compiler options under which XLA:CPU joins no operations of different rounding."""
+"""Compiler options under which XLA:CPU does not fuse operations that then round differently."""
 
 SIDE = 130
-"""Of the matrix that optimizers are tried on: factored ones leave those below 128 whole."""
+"""Side of the matrix that optimizers are tried on: factored ones do not factor sides below 128."""
 LEAST = 2
-"""Of a parameter as many in each dimension are tried."""
+"""Maximum number of elements that are tried in each dimension of a parameter."""
 PUSHES = 13
-"""Warmups begin with a rate of zero, and some optimizers make an update of several pushes."""
+"""Pushes that are tried: warmups begin with a rate of zero, and some optimizers accumulate
+several pushes into one update."""
 LOOSE = 1e-3
 CLOSE = {np.float64: 1e-5, np.float32: LOOSE}
-"""By how much of their size updates may differ."""
+"""Relative tolerance between updates."""
 KEEP = (
     "Apply that part to the gradients in the loop, before they are pushed, or let workers run the "
     "optimizer, on whole arrays: update_on='worker'"
 )
 
 Form = Callable[[Sequence[Array]], Any]
-"""Makes a tree of some arrays."""
+"""Builds a pytree from arrays."""
 
 
 def check_elementwise(optimizer: optax.GradientTransformation) -> None:
     """Try an optimizer on a matrix and a bias, and on their elements as servers may hold them.
 
     Raises:
-        RequestError: the updates differ, also where an element is not a number.
+        RequestError: the updates differ, also with a NaN in the gradients.
     """
     half = SIDE * (SIDE + 1) // 2
 
@@ -68,16 +70,16 @@ def check_elementwise(optimizer: optax.GradientTransformation) -> None:
 def check_form(
     optimizer: optax.GradientTransformation, params: Any, tables: Mapping[str, Any]
 ) -> None:
-    """Try an optimizer on the tree of the parameters, a few elements of each, and on the same
-    elements as servers hold them.
+    """Try an optimizer on the pytree of the parameters, with a few elements of each, and on the
+    same elements as servers hold them.
 
     Args:
-        optimizer: that is to run on servers.
+        optimizer: the optimizer that runs on servers.
         params: a pytree of arrays or ShapeDtypeStructs.
-        tables: the same, by name.
+        tables: arrays or ShapeDtypeStructs of the tables, by name.
 
     Raises:
-        RequestError: the updates differ, or one of the two it can't take.
+        RequestError: the updates differ, or the optimizer can't take one of the two.
     """
     leaves, form = jax.tree_util.tree_flatten(params)
     flat = partial(_flat, [str(x.dtype) for x in leaves])
@@ -88,7 +90,7 @@ def check_form(
 
 
 def runs_elementwise(optimizer: optax.GradientTransformation, params: Any) -> bool:
-    """Whether servers could run it: what the checks above say."""
+    """Whether servers can run the optimizer, by the checks above."""
     try:
         check_elementwise(optimizer)
         check_form(optimizer, params, {})
@@ -98,11 +100,11 @@ def runs_elementwise(optimizer: optax.GradientTransformation, params: Any) -> bo
 
 
 class _RefusedError(RequestError):
-    """An optimizer does not take a tree."""
+    """An optimizer does not accept a pytree."""
 
 
 def _in_either(check: Callable[[Any], None]) -> None:
-    """Check in float64; in float32 if the optimizer takes nothing else."""
+    """Run a check in float64, or in float32 if the optimizer does not accept float64."""
     try:
         check(np.float64)
     except _RefusedError:
@@ -115,7 +117,7 @@ def _in_either(check: Callable[[Any], None]) -> None:
 def _drawn(
     shapes: Sequence[tuple[Sequence[int], Any]], floating: Any
 ) -> tuple[list[Array], list[list[Array]]]:
-    """Values, and gradients of each push; ``floating`` where their dtypes are."""
+    """Random values, and gradients of each push; floating-point dtypes become ``floating``."""
     draw = np.random.default_rng(0)
 
     def arrays(scale: float) -> list[Array]:
@@ -129,7 +131,7 @@ def _drawn(
 
 
 def _flat(dtypes: Sequence[str], arrays: Sequence[Array]) -> dict[str, Array]:
-    """As servers hold dense parameters, in the order of the tree within each dtype."""
+    """Arrays as servers hold dense parameters: flat, by dtype, in the order of the pytree."""
     by_dtype: dict[str, list[Array]] = {}
     for dtype, x in zip(dtypes, arrays, strict=True):
         by_dtype.setdefault(dtype, []).append(x.ravel())
@@ -137,7 +139,7 @@ def _flat(dtypes: Sequence[str], arrays: Sequence[Array]) -> dict[str, Array]:
 
 
 def _few(shape: Sequence[int]) -> list[int]:
-    """A few of each dimension; not one element, where there can be more."""
+    """The shape with at most ``LEAST`` per dimension; more than one element, unless a scalar."""
     few = [min(n, LEAST) for n in shape]
     return [*few[:-1], LEAST] if few and math.prod(few) == 1 else few
 
@@ -149,13 +151,13 @@ def _try(
     served: Form,
     floating: Any,
 ) -> None:
-    """Compare the updates of a few elements of these leaves in two trees."""
+    """Compare the updates of a few elements of these leaves in two pytrees."""
     if not leaves:
         return
     values, pushed = _drawn([(_few(x.shape), x.dtype) for x in leaves], floating)
     whole = served(_moved(optimizer, user, values, pushed))
     moved = _moved(optimizer, served, values, pushed)
-    # XLA rounds what it compiles as a scalar in another way, a schedule's rate for one
+    # XLA rounds differently what it compiles as a scalar, such as the rate of a schedule
     close = served([np.full(x.shape, LOOSE if x.size == 1 else CLOSE[floating]) for x in values])
     for one, other, within in zip(*map(jax.tree.leaves, (whole, moved, close)), strict=True):
         _compare(one, other, within)
@@ -167,7 +169,7 @@ def _moved(
     values: Sequence[Array],
     pushed: Sequence[Sequence[Array]],
 ) -> list[Array]:
-    """How far an optimizer moves each leaf of a tree: the sum of its updates."""
+    """How far an optimizer moves each leaf of a pytree: the sum of its updates."""
     on, options = contextlib.nullcontext(), None
     with contextlib.suppress(RuntimeError):  # there is no CPU among JAX's platforms
         on, options = jax.default_device(jax.local_devices(backend="cpu")[0]), EXACT
@@ -191,7 +193,7 @@ def _moved(
 
 
 def _compare(whole: Array, served: Array, close: Any) -> None:
-    """Raises RequestError where updates differ by more than ``close`` times their size."""
+    """Raises RequestError if updates differ by more than ``close`` times their size."""
     most = np.abs(whole[np.isfinite(whole)]).max(initial=0)
     near = np.abs(whole - served) <= close * (np.abs(whole) + 0.1 * most)
     if not np.all(near | (np.isnan(whole) & np.isnan(served))):

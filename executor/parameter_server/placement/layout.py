@@ -1,8 +1,8 @@
-"""Which server holds which part of which array: large arrays split, small ones packed, bytes even.
+"""The layout of arrays over servers: large arrays are split, small ones packed, bytes balanced.
 
-The layout follows from the shapes, the number of servers and the partitioner alone, so that every
-worker and every server knows it without asking. On a server, all pieces of one dtype lie in one
-flat array: one message carries them, and one pass updates them.
+The layout depends only on the shapes, the number of servers and the partitioner, so that every
+worker and every server knows it without communication. On a server, all pieces of one dtype lie in
+one flat array: one message carries them, and one pass updates them.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from executor.parameter_server.server.clock import is_integer
 from planner.errors import RequestError
 
 SPLIT_BYTES = 4 * 2**20
-"""Size of the pieces that larger arrays are cut into, where nobody says another."""
+"""Default size of the pieces that larger arrays are cut into, in bytes."""
 
 Array = NDArray[Any]
 Flat = dict[str, Array]
-"""What a server holds, by the name of the dtype: 1-D."""
+"""The 1-D arrays that a server holds, by the name of the dtype."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A run of elements of one array, and where it lies.
+    """A run of elements of one array, and its place on a server.
 
     Attributes:
-        leaf: number of the array, in the order of the pytree.
+        leaf: index of the array, in the order of the pytree.
         begin, end: elements of the flattened array, [begin, end).
-        server: who holds it.
-        offset: where in that server's flat array of the dtype it begins.
+        server: the server that holds it.
+        offset: where it begins in that server's flat array of the dtype.
     """
 
     leaf: int
@@ -51,21 +51,21 @@ class Piece:
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return self.end - self.begin
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A pytree of arrays over servers.
+    """The layout of a pytree of arrays over servers.
 
     Attributes:
-        servers: how many.
-        shapes: of the arrays.
-        dtypes: their names.
-        paths: their names in the pytree.
-        pieces: every element of every array is in exactly one.
-        tree: the form of the pytree.
+        servers: number of servers.
+        shapes: shapes of the arrays.
+        dtypes: dtype names of the arrays.
+        paths: paths of the arrays in the pytree.
+        pieces: every element of every array is in exactly one piece.
+        tree: structure of the pytree.
     """
 
     servers: int
@@ -77,7 +77,7 @@ class Layout:
 
     @cached_property
     def of_server(self) -> tuple[tuple[Piece, ...], ...]:
-        """The pieces of every server, in the order in which they lie there."""
+        """The pieces of every server, in the order of their offsets."""
         held: list[list[Piece]] = [[] for _ in range(self.servers)]
         for piece in self.pieces:
             held[piece.server].append(piece)
@@ -85,7 +85,7 @@ class Layout:
 
     @cached_property
     def sizes(self) -> tuple[dict[str, int], ...]:
-        """Elements of every server's flat arrays, by dtype."""
+        """Number of elements of every server's flat arrays, by dtype."""
         by_server: list[dict[str, int]] = []
         for pieces in self.of_server:
             sizes: dict[str, int] = {}
@@ -96,7 +96,7 @@ class Layout:
         return tuple(by_server)
 
     def busy(self, *, tables: bool) -> tuple[int, ...]:
-        """The servers that take part in pushes and pulls: who holds nothing does not. Rows of
+        """The servers that take part in pushes and pulls: those that hold something. Rows of
         ``tables`` are on all of them."""
         if tables:
             return tuple(range(self.servers))
@@ -104,7 +104,7 @@ class Layout:
 
     @property
     def about(self) -> dict[str, Any]:
-        """The layout without the form of the pytree, as JSON has it; ``layout_from`` reads it."""
+        """The layout without the pytree structure, as JSON data; ``layout_from`` reads it."""
         pieces = [[p.leaf, p.begin, p.end, p.server, p.offset] for p in self.pieces]
         return {
             "servers": self.servers,
@@ -125,20 +125,20 @@ class Layout:
 
     @property
     def bytes_of_server(self) -> tuple[int, ...]:
-        """What every server holds."""
+        """Number of bytes that every server holds."""
         return tuple(
             sum(n * np.dtype(d).itemsize for d, n in sizes.items()) for sizes in self.sizes
         )
 
     def scatter(self, tree: Any, into: list[Flat] | None = None) -> list[Flat]:
-        """A pytree of this form as what every server gets.
+        """Split a pytree into flat arrays for every server.
 
         Args:
-            tree: arrays.
-            into: what an earlier call gave, to be written anew; None makes new arrays.
+            tree: a pytree of arrays with this structure.
+            into: result of an earlier call, to be overwritten; None allocates new arrays.
 
         Raises:
-            RequestError: another form, shape or dtype, or no array; names the leaf.
+            RequestError: another structure, shape or dtype, or no array; names the leaf.
         """
         leaves = [np.asarray(x).reshape(-1) for x in self._leaves(tree)]
         flats = into or [{d: np.empty(n, np.dtype(d)) for d, n in s.items()} for s in self.sizes]
@@ -149,11 +149,11 @@ class Layout:
         return flats
 
     def gather(self, flats: Sequence[Mapping[str, Array]], *, copy: bool = False) -> Any:
-        """What the servers hold as a pytree of read-only arrays.
+        """Assemble the servers' flat arrays into a pytree of read-only arrays.
 
         Args:
-            flats: of every server; floating-point arrays may have come in a narrower dtype.
-            copy: nothing of ``flats`` is kept; else an array that is in one piece is where it lies.
+            flats: flat arrays of every server; floating-point ones may have a narrower dtype.
+            copy: copy all arrays; otherwise an array that is in one piece is a view of ``flats``.
         """
         leaves: list[Array | None] = [None] * len(self.shapes)
         for p in self.pieces:
@@ -192,7 +192,7 @@ class Layout:
 
 
 def widen(narrow: Array, out: Array) -> None:
-    """Write values that may have travelled in bfloat16 to an array of their own dtype."""
+    """Write values that may have been sent in bfloat16 to an array of their original dtype."""
     if narrow.dtype == jax.numpy.bfloat16 and out.dtype == np.float32:
         # a bfloat16 is the upper half of a float32
         np.left_shift(narrow.view(np.uint16), np.uint32(16), out=out.view(np.uint32), dtype="u4")
@@ -207,22 +207,23 @@ def layout_of(
     split_bytes: int = SPLIT_BYTES,
     partition: Partitioner | None = None,
 ) -> Layout:
-    """Spread a pytree over servers.
+    """Distribute a pytree over servers.
 
-    Pieces go, the largest first, to the server that holds the least so far (Graham, Bounds on
-    multiprocessing timing anomalies, 1969: the fullest has at most 4/3 of the least possible). A
-    server is used for every 4 MiB (or ``split_bytes``, if that is less) of the whole: a message to
-    another costs more than its bytes. Who gives a ``partition`` has all servers used.
+    Pieces are placed from the largest to the smallest, each on the server that holds the fewest
+    bytes so far (Graham, Bounds on multiprocessing timing anomalies, 1969: the fullest server has
+    at most 4/3 of the optimum). One server is used for every 4 MiB (or ``split_bytes``, if that is
+    less) of the total size, because a message to another server costs more than its bytes. With a
+    ``partition``, all servers are used.
 
     Args:
         tree: arrays or ShapeDtypeStructs.
-        servers: how many.
+        servers: number of servers.
         split_bytes: arrays are cut into pieces of at most this size.
-        partition: says into how many equal pieces an array is cut, instead of ``split_bytes``.
+        partition: gives the number of equal pieces of an array, instead of ``split_bytes``.
 
     Raises:
-        RequestError: no servers, pieces of no bytes, no partitioner, or a leaf that is no array of
-            numbers.
+        RequestError: ``servers`` or ``split_bytes`` is not a whole number of at least 1,
+            ``partition`` is not a partitioner, or a leaf is not an array of numbers.
 
     >>> shape = jax.ShapeDtypeStruct((1000, 300), np.float32)
     >>> layout_of({"w": shape, "b": shape}, 2, split_bytes=600_000).bytes_of_server
@@ -235,7 +236,7 @@ def layout_of(
             f"servers={servers!r}, split_bytes={split_bytes!r}: expected whole numbers of at least "
             "1"
         )
-    servers, split_bytes = int(servers), int(split_bytes)  # NumPy's are not for JSON
+    servers, split_bytes = int(servers), int(split_bytes)  # JSON does not accept NumPy's
     if partition is not None and (isinstance(partition, type) or not hasattr(partition, "pieces")):
         raise RequestError(
             f"partition={partition!r}: expected a partitioner, such as FixedShardsPartitioner(4), "
@@ -275,7 +276,7 @@ def layout_of(
 
 
 def _by_value(kind: type) -> str:
-    """What to do about a pytree of a class that other processes got without its registration."""
+    """A hint for a pytree class whose registration does not reach other processes."""
     if kind.__module__ != "__main__":
         return ""
     return (
@@ -285,7 +286,7 @@ def _by_value(kind: type) -> str:
 
 
 def check_width(name: str, dtype: Any) -> None:
-    """Raises RequestError for an array of 64 bits that JAX would cut to 32."""
+    """Raises RequestError for a 64-bit array that JAX would cut to 32 bits."""
     computed = jax.dtypes.canonicalize_dtype(dtype)
     if computed != dtype:
         raise RequestError(
@@ -294,7 +295,7 @@ def check_width(name: str, dtype: Any) -> None:
 
 
 def layout_from(about: Mapping[str, Any]) -> Layout:
-    """A layout, its arrays in a list, from ``Layout.about``."""
+    """The layout of a list of arrays, from ``Layout.about``."""
     return Layout(
         about["servers"],
         tuple(tuple(s) for s in about["shapes"]),

@@ -1,7 +1,7 @@
-"""Into how many pieces an array is cut, by names that users of TensorFlow know.
+"""Partitioners: how many pieces an array is cut into, with TensorFlow's names.
 
-As ``tf.distribute.experimental.partitioners``, except that pieces are runs of elements of the
-flattened array, not of its first axis: an array with few rows is cut as evenly as any.
+They work like ``tf.distribute.experimental.partitioners``, except that pieces are runs of elements
+of the flattened array, not of its first axis: an array with few rows is cut as evenly as any other.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from planner.errors import RequestError
 
 
 class Partitioner(Protocol):
-    """Says how many pieces an array becomes."""
+    """Gives the number of pieces of an array."""
 
     def pieces(self, elements: int, width: int) -> int:
-        """The number of pieces of an array of so many elements, each ``width`` bytes."""
+        """The number of pieces of an array with ``elements`` elements of ``width`` bytes each."""
 
 
 def _checked(partitioner: FixedShardsPartitioner | MinSizePartitioner | MaxSizePartitioner) -> None:
-    """Refuse what is no number of pieces or bytes; NumPy's numbers become those of Python."""
+    """Check that all fields are whole numbers of at least 1; convert NumPy integers to Python's."""
     for field in fields(partitioner):
         got = getattr(partitioner, field.name)
         if got is None and field.default is None:
@@ -37,10 +37,10 @@ def _checked(partitioner: FixedShardsPartitioner | MinSizePartitioner | MaxSizeP
 
 @dataclass(frozen=True)
 class FixedShardsPartitioner:
-    """Every array in equally many pieces, where it has as many elements.
+    """Cuts every array into the same number of pieces; one per element if it has fewer elements.
 
     Attributes:
-        num_shards: pieces of an array.
+        num_shards: number of pieces of an array.
 
     Raises:
         RequestError: no whole number of at least 1.
@@ -58,11 +58,11 @@ class FixedShardsPartitioner:
 
 @dataclass(frozen=True)
 class MinSizePartitioner:
-    """As many pieces as there can be of at least a size: for even servers, small arrays whole.
+    """Cuts into the most pieces of at least a given size: for balanced servers, small arrays whole.
 
     Attributes:
         min_shard_bytes: no piece is smaller, unless the array is.
-        max_shards: pieces of an array at most, such as the number of servers.
+        max_shards: maximum number of pieces of an array, such as the number of servers.
 
     Raises:
         RequestError: no whole number of at least 1.
@@ -85,11 +85,11 @@ class MinSizePartitioner:
 
 @dataclass(frozen=True)
 class MaxSizePartitioner:
-    """As few pieces as there can be of at most a size: for messages that are not too large.
+    """Cuts into the fewest pieces of at most a given size: for messages that are not too large.
 
     Attributes:
-        max_shard_bytes: no piece is larger, unless an element is, or ``max_shards`` says so.
-        max_shards: pieces of an array at most; None for no bound.
+        max_shard_bytes: no piece is larger, unless an element is, or ``max_shards`` requires it.
+        max_shards: maximum number of pieces of an array; None for no bound.
 
     Raises:
         RequestError: no whole number of at least 1.

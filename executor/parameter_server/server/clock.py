@@ -1,9 +1,9 @@
 """How far apart workers may be: one rule for synchronous, bounded-stale and asynchronous training.
 
 A worker's clock is the number of updates that it has pushed. A worker at clock c may read when no
-other is behind c - s (Ho et al., More effective distributed ML via a stale synchronous parallel
-parameter server, NIPS 2013, section 2). With s = 0 and updates applied together once all are there,
-this is synchronous training; without a bound it is asynchronous.
+other worker is behind c - s (Ho et al., More effective distributed ML via a stale synchronous
+parallel parameter server, NIPS 2013, section 2). With s = 0 and updates applied together once all
+have arrived, this is synchronous training; without a bound it is asynchronous.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from planner.modes import UPDATES as MODES
 
 
 def is_integer(x: object) -> bool:
-    """Whether this is a whole number, of Python or NumPy; True and False are none."""
+    """Whether ``x`` is an integer of Python or NumPy; True and False are not."""
     return isinstance(x, numbers.Integral) and not isinstance(x, bool)
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How far workers may be apart.
+    """How far apart workers may be.
 
     Attributes:
         mode: "sync", "ssp" or "async".
-        staleness: for "ssp", updates that a worker may be ahead of the slowest.
-        aggregate: for "sync", pushes that make an update; None waits for all. The rest are backup
-            workers, whose late pushes are dropped and counted (Chen et al., Revisiting distributed
-            synchronous SGD, 2016).
-        discard_lag: pushes of a greater lag than this are dropped and counted; None keeps all.
-        lag_scaled: an update of lag n is taken 1 / (n + 1) times, for "ssp" and "async" (Zhang et
+        staleness: for "ssp", updates by which a worker may be ahead of the slowest.
+        aggregate: for "sync", pushes per update; None waits for all workers. The remaining workers
+            are backup workers, whose late pushes are dropped and counted (Chen et al., Revisiting
+            distributed synchronous SGD, 2016).
+        discard_lag: pushes with a greater lag are dropped and counted; None drops none.
+        lag_scaled: an update of lag n is multiplied by 1 / (n + 1), for "ssp" and "async" (Zhang et
             al., Staleness-aware async-SGD for distributed deep learning, IJCAI 2016, section 3.2,
             which divides the learning rate by the staleness).
 
     Raises:
-        RequestError: an unknown mode, or numbers that make no sense in it.
+        RequestError: an unknown mode, or numbers that are invalid in it.
     """
 
     mode: str = "sync"
@@ -73,10 +73,10 @@ class Rule:
             raise RequestError("lag_scaled in mode 'sync': there are no lags; 'ssp' or 'async'")
 
     def check_overlap(self) -> None:
-        """Refuse gradients of values that miss an update of their own worker.
+        """Check that a worker's gradients may be of values that lack its last update.
 
         Raises:
-            RequestError: the rule has no room for a lag of 1.
+            RequestError: the rule does not allow a lag of 1.
         """
         if self.mode == "sync" or (self.mode == "ssp" and self.staleness < 1):
             raise RequestError(
@@ -86,18 +86,19 @@ class Rule:
             )
 
     def scale(self, lag: int) -> float:
-        """What an update of this lag is multiplied by."""
+        """The factor for an update with this lag."""
         return 1.0 / (lag + 1) if self.lag_scaled else 1.0
 
 
 @dataclass
 class Clocks:
-    """The clocks of the workers that are in the job.
+    """The clocks of the workers in the job.
 
     Attributes:
-        rule: how far they may be apart.
-        at: clock of every worker that is there; who leaves is no longer waited for.
-        aside: clock of every worker that is nowhere waited for, but at barriers, until it joins.
+        rule: how far apart they may be.
+        at: clock of every active worker; the others do not wait for one that has left.
+        aside: clock of every worker that has stepped aside: until it joins, the others wait for it
+            only at barriers.
     """
 
     rule: Rule
@@ -105,32 +106,32 @@ class Clocks:
     aside: dict[int, int] = field(default_factory=dict)
 
     def join(self, worker: int) -> int:
-        """A worker comes, or comes back; it begins where the slowest is, or where it was when it
-        stepped aside, if that is further. Returns its clock."""
+        """Add a worker, or add it again. Its clock begins at the slowest worker's, or at its clock
+        when it stepped aside, if that is larger. Returns its clock."""
         if worker not in self.at:
             least = min(self.at.values(), default=0)
             self.at[worker] = max(least, self.aside.pop(worker, 0))
         return self.at[worker]
 
     def step_aside(self, worker: int) -> None:
-        """A worker that is there is not waited for until it joins."""
+        """Stop waiting for an active worker until it joins."""
         self.aside[worker] = self.at.pop(worker)
 
     def leave(self, worker: int) -> None:
-        """A worker has finished, or is lost."""
+        """Remove a worker that has finished or is lost."""
         self.at.pop(worker, None)
         self.aside.pop(worker, None)
 
     def tick(self, worker: int, pushes: int = 1) -> None:
-        """A worker has pushed."""
+        """Advance the clock of a worker that has pushed."""
         self.at[worker] += pushes
 
     def blockers(self, worker: int, ahead: int = 0) -> tuple[int, ...]:
-        """Whom a worker has to wait for before it reads; nobody: it may.
+        """The workers that a worker has to wait for before it reads; if empty, it may read.
 
         Args:
-            worker: who reads.
-            ahead: pushes that it will have made more before it pushes what it computes from this.
+            worker: the worker that reads.
+            ahead: number of further pushes before it pushes what it computes from this read.
         """
         if self.rule.mode == "async":
             return ()

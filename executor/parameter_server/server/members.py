@@ -1,4 +1,4 @@
-"""Who takes part in a job, as one server knows it: joins and leaves, barriers, queues of items."""
+"""The members of a job, as one server knows them: joins and leaves, barriers, queues of items."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ Change = tuple[str, tuple[Any, ...]]
 
 
 class Members:
-    """The workers of a job; safe for many threads.
+    """The workers of a job; thread-safe.
 
     Args:
-        rule: how far workers may be apart.
-        workers: how many there are to begin with, ranks from 0.
+        rule: how far apart workers may be.
+        workers: initial number of workers, with ranks from 0.
         wait_s: deadline of every wait, in seconds.
-        clock: the time, in seconds.
+        clock: returns the time, in seconds.
 
     Attributes:
-        clocks: who is there, and how many pushes of each came.
+        clocks: the workers in the job, and the number of pushes received from each.
         last: the number of each worker's last push, and whether it counts.
-        left: who has finished, or is lost.
-        at_barrier: the number of the last barrier that each came to.
-        queues: by their numbers.
-        said: what worker 0 said in ``meet``.
-        failed: why the job is to end.
-        counts: what was done, and lost.
-        changed: the lock of all of this, notified of every change.
-        on_change: called after each change, in their order, with the call that made it.
+        left: workers that have finished or are lost.
+        at_barrier: the number of the last barrier that each worker reached.
+        queues: queues of items, by number.
+        said: the text of worker 0 in ``meet``.
+        failed: why the job must end; "" while it runs.
+        counts: numbers of applied, dropped and lost pushes.
+        changed: the condition that guards all of this; notified of every change.
+        on_change: called after each change, in order, with the call that made it.
     """
 
     def __init__(self, rule: Rule, workers: int, wait_s: float, clock: Callable[[], float]) -> None:
@@ -52,17 +52,17 @@ class Members:
         self.on_change: Callable[[Change], None] = lambda change: None
 
     def join(self, worker: int, barriers: int = 0) -> tuple[int, int]:
-        """A worker comes, or comes back.
+        """Add a worker, or add it again.
 
         Args:
             worker: its rank.
-            barriers: how many it has passed.
+            barriers: number of barriers that it has passed.
 
         Returns:
-            The number of its last push that came here, and of the last barrier that it came to.
+            The number of its last push received here, and of the last barrier that it reached.
         """
         with self.changed:
-            # who comes back: as the others
+            # a worker that comes back has passed the barriers that all others have
             came = 0 if worker in self._all() else self._passed()
             self.left.discard(worker)
             self.clocks.join(worker)
@@ -71,12 +71,12 @@ class Members:
             return self.last.get(worker, (0, True))[0], self.at_barrier[worker]
 
     def leave(self, worker: int, number: int | None = None) -> None:
-        """A worker has finished, or is lost; nobody waits for it any more.
+        """Remove a worker that has finished or is lost; the others no longer wait for it.
 
         Args:
             worker: its rank.
-            number: of its last push that was acknowledged; what of these is not here was lost with
-                an earlier life of this server.
+            number: number of its last acknowledged push; pushes up to it that are not here were
+                lost with an earlier process of this server.
         """
         with self.changed:
             last, _ = self.last.get(worker, (0, True))
@@ -94,8 +94,8 @@ class Members:
             self._told("leave", worker, number)
 
     def away(self, worker: int) -> None:
-        """Nobody waits for a worker, but at barriers, until it joins or pushes: it waits for what
-        others have."""
+        """Stop waiting for a worker, except at barriers, until it joins or pushes: it waits for
+        items that others hold."""
         with self.changed:
             if worker in self.clocks.at:
                 self.clocks.step_aside(worker)
@@ -103,11 +103,11 @@ class Members:
                 self._told("away", worker)
 
     def take(self, worker: int, wanted: ItemRequest | None, finished: int | None = None) -> Taken:
-        """The next item for a worker, without waiting; ``wanted`` None asks for nothing.
+        """The next item for a worker, without waiting; no item if ``wanted`` is None.
 
         Args:
             worker: its rank.
-            wanted: what it takes items of; the first who asks begins the queue.
+            wanted: the queue to take from; the first request creates it.
             finished: the place of the item that it has finished; None: it has just begun.
 
         Raises:
@@ -124,8 +124,7 @@ class Members:
             return taken
 
     def give_back(self, worker: int, number: int) -> None:
-        """A worker goes no further through a queue, of this number: the item that it has goes to
-        another."""
+        """Stop a worker's use of the queue with this number: its item goes to another worker."""
         with self.changed:
             queue = self.queues.get(number)
             if queue is not None and worker in queue.held:
@@ -133,11 +132,11 @@ class Members:
                 self._told("give_back", worker, number)
 
     def meet(self, worker: int, text: str | None) -> str:
-        """What worker 0 says, its ``text``, for all workers to hear: one in a job.
+        """Pass a ``text`` from worker 0 to all workers; one text per job.
 
         Raises:
-            RequestError: worker 0 says something else than before.
-            WaitError: a worker heard nothing in ``wait_s``.
+            RequestError: worker 0 gives another text than before.
+            WaitError: worker 0 gave no text in ``wait_s``.
         """
         with self.changed:
             if text is not None:
@@ -157,25 +156,25 @@ class Members:
             return self.said
 
     def fail(self, why: str) -> None:
-        """The job is to end: who waits here waits no longer."""
+        """End the job: all waits here raise LostError."""
         with self.changed:
             self.failed = why
             self.changed.notify_all()
 
     def members(self) -> tuple[int, ...]:
-        """The workers that are there."""
+        """The ranks of the workers in the job."""
         with self.changed:
             return tuple(sorted(self._all()))
 
     def barrier(self, worker: int | None, number: int) -> None:
-        """Wait until every worker that is there has come; None asks for nothing.
+        """Wait until every worker in the job has come; return at once if ``worker`` is None.
 
         Args:
             worker: its rank.
-            number: of the barrier, from 1; coming to one again is coming to it once.
+            number: number of the barrier, from 1; a repeated call counts once.
 
         Raises:
-            WaitError: some did not come in ``wait_s``; names them.
+            WaitError: some workers did not come in ``wait_s``; names them.
         """
         if worker is None:
             return
@@ -193,7 +192,7 @@ class Members:
                     )
 
     def _passed(self) -> int:
-        """Barriers that all who are there have come to."""
+        """Number of barriers that all workers in the job have reached."""
         return min((self.at_barrier.get(w, 0) for w in self._all()), default=0)
 
     def _all(self) -> set[int]:
@@ -201,11 +200,11 @@ class Members:
         return {*self.clocks.at, *self.clocks.aside}
 
     def _waited(self, until: float) -> bool:
-        """Wait for a change; False once it is too late. Who waits looks once more before that: what
-        it waits for may have come while the lock was held.
+        """Wait for a change; returns False after the deadline. A caller checks its condition once
+        more before that, since the condition may have been met while another held the lock.
 
         Raises:
-            LostError: the job is to end.
+            LostError: the job must end.
         """
         left = until - self.clock()
         if left > 0 and not self.failed:
@@ -215,8 +214,8 @@ class Members:
         return left > 0
 
     def again(self, workers: int, number: int | None) -> None:
-        """The whole job goes on, with all its workers; each after its own last push, or after
-        ``number`` where there are others than before."""
+        """Resume the whole job with all its workers: each after its last push, or after push
+        ``number`` if the number of workers has changed."""
         with self.changed:
             if number is not None:
                 self.last = dict.fromkeys(range(workers), (number, True))
@@ -228,15 +227,15 @@ class Members:
             self.clocks.at = {w: self.last.get(w, (0, True))[0] for w in range(workers)}
 
     def _present(self, worker: int) -> None:
-        """A worker that is here, or comes for the first time."""
+        """Add a worker if it is new; raises LostError if it has left."""
         if worker in self.left:
             raise LostError(LEFT.format(worker=worker))
         self.clocks.join(worker)
 
     def _together(self) -> None:
-        """Do what may have waited for who is no longer there."""
+        """Do what may have waited for a worker that is no longer there; for subclasses."""
 
     def _told(self, method: str, *args: Any) -> None:
-        """Something has changed, by this call."""
+        """Notify ``on_change`` and waiting threads of a change by this call."""
         self.on_change((method, args))
         self.changed.notify_all()

@@ -1,8 +1,8 @@
-"""One server's part of the parameters: values, optimizer state, clocks; safe for many threads.
+"""One server's part of the parameters: values, optimizer state, clocks; thread-safe.
 
-Every push has a number that its worker counts up. A number that was applied is not applied again,
-so a push that is sent twice, because an answer was lost, counts once. Every wait has a deadline and
-says for whom it waited.
+Every push has a number that its worker increments. A number that was applied is not applied again,
+so a push that is sent twice, because an answer was lost, counts once. Every wait has a deadline,
+and its error names the workers that it waited for.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ NOBODY = "nobody has called init"
 
 
 class Shard(Members):
-    """What one server holds.
+    """The state of one server.
 
     Args:
-        rule: how far workers may be apart.
-        workers: how many there are to begin with, ranks from 0.
-        optimizer: applied to what is pushed; None adds it to the values.
+        rule: how far apart workers may be.
+        workers: initial number of workers, with ranks from 0.
+        optimizer: applied to the pushed gradients; None adds what is pushed to the values.
         wait_s: deadline of every wait, in seconds.
-        clock: the time, in seconds; for tests.
+        clock: returns the time, in seconds; for tests.
 
     Attributes:
-        on_change: as for ``Members``; a copy that repeats the calls is the same.
+        on_change: as for ``Members``; a copy that repeats the calls has the same state.
         on_update: called after each change that updated the values.
-        on_begun: called when there are first values, before anybody reads them.
+        on_begun: called when the first values are set, before any read.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class Shard(Members):
         tables: Mapping[str, Array] | None = None,
         about: Mapping[str, Any] | None = None,
     ) -> None:
-        """Begin with these values and rows of tables, unless there are some; ``about`` says of what
-        they are parts."""
+        """Set the first values and rows of tables, unless there are values already; ``about``
+        describes the parameters that they are parts of."""
         with self.changed:
             if self.store.values is None:
                 self.store.init(values, tables)
@@ -82,11 +82,11 @@ class Shard(Members):
                 )
 
     def agree(self, worker: int, about: Mapping[str, Any]) -> None:
-        """Wait until there are first values, of what a worker says its parameters are.
+        """Wait for the first values, and check that they are of the parameters ``about`` describes.
 
         Raises:
-            RequestError: they are of something else.
-            WaitError: there were none in ``wait_s``.
+            RequestError: they are of other parameters.
+            WaitError: there were no values in ``wait_s``.
         """
         with self.changed:
             until = self.clock() + self.wait_s
@@ -100,27 +100,28 @@ class Shard(Members):
                 )
 
     def describe(self, shapes: Any) -> None:
-        """What the parameters of all servers are, for who is no worker: ShapeDtypeStructs."""
+        """Store the ShapeDtypeStructs of the parameters of all servers, for callers other than
+        workers."""
         self.shapes = shapes
 
     def described(self) -> Any:
-        """What ``describe`` was told; None before."""
+        """The argument of ``describe``; None before."""
         return self.shapes
 
     def push(self, worker: int, number: int, pushed: Pushed) -> bool:
-        """Take a worker's push.
+        """Receive a worker's push.
 
         Args:
             worker: its rank.
-            number: of the push, from 1, one more each time.
-            pushed: gradients, in the form of the values; nobody may change them afterwards.
+            number: number of the push, from 1, one more each time.
+            pushed: gradients, in the form of the values; they must not change afterwards.
 
         Returns:
-            Whether it counts: False for one that the rule leaves out. One that comes again gets the
-            same answer again.
+            Whether it counts: False if the rule drops it. A repeated push gets the same answer.
 
         Raises:
-            WaitError: in sync, the worker's last push waits for others, and they did not come.
+            WaitError: in mode "sync", the worker's previous push waits for those of others, which
+                did not arrive.
         """
         pushed = pushed.decoded()
         with self.changed:
@@ -128,7 +129,7 @@ class Shard(Members):
                 raise RequestError("push before init: call init(params) first")
             self.store.check(pushed)
             if worker in self.waiting and number > self.last[worker][0]:
-                self._until_it_may_read(worker)  # it pushes twice without a read: one by one
+                self._until_it_may_read(worker)  # two pushes without a read: one by one
             last, took = self.last.get(worker, (0, True))
             if number <= last:
                 self.counts.duplicates += 1
@@ -136,15 +137,15 @@ class Shard(Members):
             self._present(worker)
             read_at = self.read_at.get(worker, self.version)
             seen = read_at if pushed.seen is None else pushed.seen
-            lag = max(0, self.version - seen)  # what it has seen may be lost since
+            lag = max(0, self.version - seen)  # updates that it saw may be lost
             self.has_read.discard(worker)
             return self.put(worker, number, pushed, lag)
 
     def put(self, worker: int, number: int, pushed: Pushed, lag: int) -> bool:
-        """A push that is new, and how many updates its worker had not seen; see ``push``."""
+        """Take a new push; its worker had not seen ``lag`` updates. See ``push``."""
         with self.changed:
             last = self.last.get(worker, (0, True))[0]
-            # with backup workers: an update was made without it
+            # with backup workers, any lag means that an update was made without it
             most = self.rule.discard_lag if self.rule.aggregate is None else 0
             counts = most is None or lag <= most
             self.last[worker] = (number, counts)
@@ -165,11 +166,11 @@ class Shard(Members):
             return counts
 
     def _together(self) -> None:
-        """In synchronous training, one update of the mean once all are there, in order of rank: the
-        sum does not depend on who came first."""
+        """In synchronous training, make one update of the mean once all pushes have arrived. The
+        sum is in order of rank, so it does not depend on the order of arrival."""
         if self.rule.mode != "sync" or not self.waiting:
             return
-        here = self.clocks.at  # who has left may have pushed before, which counts
+        here = self.clocks.at  # pushes of workers that have left count, too
         needed = min(self.rule.aggregate or len(here), len(here))
         if sum(worker in self.waiting for worker in here) < needed:
             return
@@ -178,7 +179,7 @@ class Shard(Members):
         self._apply(pushes)
 
     def _apply(self, pushes: list[Pushed], scale: float = 1.0) -> None:
-        self.published = (None, None)  # a read of what is to change in place would be in its way
+        self.published = (None, None)  # a reference would prevent an update in place
         self.store.apply(*pushes, scale=scale)
         self.version += 1
         self.counts.updates += 1
@@ -196,25 +197,25 @@ class Shard(Members):
         Args:
             worker: its rank.
             ahead: as for ``Clocks.blockers``.
-            dtype: that the values travel in, where theirs is wider.
+            dtype: dtype in which the values are sent, where theirs is wider.
 
         Raises:
-            WaitError: it did not in ``wait_s``; names the workers that are behind.
+            WaitError: the rule did not in ``wait_s``; names the workers that are behind.
         """
         with self.changed:
             self._until_it_may_read(worker, ahead)
             self.read_at[worker] = self.version
             if self.version == 0 and self.store.averages:
-                dtype = None  # the first values, which are nowhere else
+                dtype = None  # the first values, which exist only here
             key = (self.version, dtype)
-            if self.published[0] != key:  # once for all who read this version
+            if self.published[0] != key:  # once for all reads of this version
                 self.published = (key, publish(self.store.read(dtype)))
             if self.published[1]:
                 self.has_read.add(worker)
             return Values(self.version, self.published[1])
 
     def pull_rows(self, worker: int, rows: Mapping[str, Array]) -> Values:
-        """Rows of tables, by their numbers on this server; waits, and raises, as ``pull``.
+        """Rows of tables, by their numbers on this server; waits and raises like ``pull``.
 
         The lag of the next push counts from the first read of rows since this worker's last push,
         or from its last ``pull`` since then.
@@ -246,12 +247,12 @@ class Shard(Members):
         return self.pull(worker, pushed.ahead, pushed.dtype)
 
     def now(self) -> tuple[Values, Counts]:
-        """The values as they are, for who is no worker, and what was done."""
+        """The current values, for callers other than workers, and the counts."""
         with self.changed:
             return Values(self.version, self.store.last()), self.counts
 
     def end(self, version: int, values: Flat) -> None:
-        """What a worker that made the updates itself came to, at the end; of several the last."""
+        """Set the final values, from a worker that ran the updates itself; of several, the last."""
         with self.changed:
             if version >= self.ended:
                 self.ended = version
@@ -259,25 +260,25 @@ class Shard(Members):
                 self.store.end(values)
 
     def tables(self) -> dict[str, Array]:
-        """All rows of tables that are here, as they are, copied."""
+        """Copies of all rows of tables on this server."""
         with self.changed:
             return self.store.tables.whole()
 
     def dump(self) -> tuple[dict[str, Any], dict[str, Array]]:
-        """What another server needs to go on from here: facts (as JSON has them) and arrays."""
+        """What another server needs to resume from here: facts (JSON data) and arrays."""
         with self.changed:
             arrays = self.store.dump()
             arrays |= laid_aside(self.waiting)
             return shard_facts(self), arrays
 
     def load(self, facts: Mapping[str, Any], arrays: Mapping[str, Array]) -> None:
-        """Go on from what ``dump`` gave."""
+        """Resume from the result of ``dump``."""
         with self.changed:
             take_up(self, facts, arrays)
             self.changed.notify_all()
 
     def again(self, workers: int, number: int | None) -> None:
-        """See ``Members``; what was pushed and is in no update is pushed again."""
+        """See ``Members``; pushes that are in no update are pushed again."""
         with self.changed:
             for worker in self.waiting:
                 self.last[worker] = (self.last[worker][0] - 1, True)
@@ -285,7 +286,7 @@ class Shard(Members):
             super().again(workers, number)
 
     def _behind(self, worker: int, ahead: int = 0) -> tuple[int, ...] | None:
-        """Whom a worker waits for; None: for the first values."""
+        """The workers that a worker waits for; None: it waits for the first values."""
         if self.store.values is None:
             return None
         self._present(worker)

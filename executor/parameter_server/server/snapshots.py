@@ -1,8 +1,8 @@
-"""Snapshots of servers in files: each server writes its own, a job reads them all.
+"""Snapshots of servers in files: each server writes its own, and a job reads them all.
 
-A file is written beside and renamed, so that a name stands for a whole snapshot. The last two of
-each server are kept: servers write in their own time, and a synchronous job goes on from the newest
-number of updates that all have.
+A file is written under a temporary name and renamed, so that a name stands for a whole snapshot.
+The last two of each server stay: servers write at different times, and a synchronous job resumes
+from the newest number of updates that all of them have.
 
     folder/of-2/server-0/000000120.npz
 """
@@ -29,7 +29,7 @@ from executor.parameter_server.server.shard import Shard
 from planner.errors import RequestError
 
 Dump = tuple[Mapping[str, Any], Mapping[str, Array]]
-"""Facts and arrays of one server, as ``Shard.dump`` gives them."""
+"""Facts and arrays of one server, as ``Shard.dump`` returns them."""
 
 FACTS = "facts"
 KEPT = 2
@@ -39,12 +39,12 @@ LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Places:
-    """Where the servers of a job keep their snapshots.
+    """Where the servers of a job write their snapshots.
 
     Attributes:
-        folder: of the job; all hosts see it.
-        servers: how many there are.
-        every: updates from one snapshot to the next.
+        folder: folder of the job, shared by all hosts.
+        servers: number of servers.
+        every: updates between snapshots.
     """
 
     folder: Path
@@ -70,14 +70,14 @@ def write(folder: Path, dump: Dump) -> Path:
         file.flush()
         os.fsync(file.fileno())
     beside.replace(path)
-    _settle(folder)  # those before it go after that
+    _settle(folder)  # older ones are removed only after that
     for old in listed(folder)[:-KEPT]:
         (folder / f"{old:012d}.npz").unlink(missing_ok=True)
     return path
 
 
 def _settle(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk, where the system can."""
+    """Wait until the names in a folder are on disk, if the system supports it."""
     with contextlib.suppress(OSError):
         opened = os.open(folder, os.O_RDONLY)
         try:
@@ -87,7 +87,7 @@ def _settle(folder: Path) -> None:
 
 
 def read(folder: Path, version: int, *, arrays: bool = True) -> Dump:
-    """Read a snapshot, or its facts alone.
+    """Read a snapshot, or only its facts.
 
     Raises:
         RequestError: the file is damaged; names it.
@@ -107,23 +107,23 @@ def read(folder: Path, version: int, *, arrays: bool = True) -> Dump:
 
 
 def listed(folder: Path) -> list[int]:
-    """The numbers of updates of a server's snapshots, the oldest first."""
+    """The numbers of updates of a server's snapshots, oldest first."""
     matches = (re.fullmatch(r"([0-9]{12})\.npz", p.name) for p in folder.glob("*.npz"))
     return sorted(int(m[1]) for m in matches if m)
 
 
 def chosen(places: Places, mode: str) -> tuple[int, ...] | None:
-    """Which snapshot every server goes on from; None: some server has none.
+    """The snapshot that every server resumes from; None if a server has none.
 
-    In a synchronous job the newest that all have who take part in it; else, and where none is
-    common, each its newest.
+    In a synchronous job, this is the newest one that all servers that take part in it have.
+    Otherwise, or without a common one, it is the newest of each server.
     """
     had = [listed(places.of(k)) for k in range(places.servers)]
     if not all(had):
         return None
     busy = tuple(range(places.servers))
     for version in reversed(had[0]):
-        with contextlib.suppress(RequestError):  # a damaged one is named when it is gone on from
+        with contextlib.suppress(RequestError):  # a damaged one is named when it is resumed from
             busy = busy_of(read(places.of(0), version, arrays=False)[0])
             break
     common = set.intersection(*(set(had[k]) for k in busy))
@@ -132,15 +132,15 @@ def chosen(places: Places, mode: str) -> tuple[int, ...] | None:
 
 
 def busy_of(facts: Mapping[str, Any]) -> tuple[int, ...]:
-    """The servers that took part in pushes and pulls of a job, from what one of them held."""
+    """The servers that took part in pushes and pulls of a job, from the facts of one of them."""
     return layout_from(facts["about"]).busy(tables=bool(facts["about"].get("tables")))
 
 
 def earlier(places: Places, mode: str) -> tuple[Places, tuple[int, ...]] | None:
-    """What a job that begins in this folder goes on from: an earlier job's servers, of whatever
-    number, and the snapshot of each; the one with the most updates."""
+    """What a job in this folder resumes from: the servers of an earlier job (any number of them)
+    and the snapshot of each. Of several jobs, the one with the most updates; None without one."""
     candidates = []
-    for before in places.folder.glob(f"{BEFORE}of-*"):  # a job was ended within replace_all
+    for before in places.folder.glob(f"{BEFORE}of-*"):  # a job ended in replace_all
         here = before.with_name(before.name.removeprefix(BEFORE))
         if not here.exists():
             before.rename(here)
@@ -150,13 +150,13 @@ def earlier(places: Places, mode: str) -> tuple[Places, tuple[int, ...]] | None:
             other = Places(places.folder, int(number), places.every)
             versions = chosen(other, mode)
             if versions is not None:
-                done = max(versions)  # one that takes part in nothing has none
+                done = max(versions)  # a server that does not take part has none
                 candidates.append((done, other.servers == places.servers, other, versions))
     return max(candidates, key=lambda f: f[:2])[2:] if candidates else None
 
 
 def replace_all(places: Places, dumps: Sequence[Dump]) -> None:
-    """Write the snapshots of all servers of a job; those of other numbers of servers go."""
+    """Write the snapshots of all servers of a job; remove those for other numbers of servers."""
     begun = Places(places.folder / "begun", places.servers, places.every)
     shutil.rmtree(begun.folder, ignore_errors=True)
     for k, dump in enumerate(dumps):
@@ -164,7 +164,7 @@ def replace_all(places: Places, dumps: Sequence[Dump]) -> None:
     here = places.of(0).parent
     before = here.with_name(f"{BEFORE}{here.name}")
     if here.exists():
-        shutil.rmtree(before, ignore_errors=True)  # a job was ended before it did so below
+        shutil.rmtree(before, ignore_errors=True)  # a job ended before its removal below
         here.rename(before)
     begun.of(0).parent.rename(here)
     shutil.rmtree(before, ignore_errors=True)
@@ -175,8 +175,8 @@ def replace_all(places: Places, dumps: Sequence[Dump]) -> None:
 
 
 def forget(places: Places, begin: Sequence[int] | None) -> None:
-    """Remove snapshots of an earlier run that were made after what a job goes on from, and what was
-    not written whole."""
+    """Remove snapshots of an earlier run that are newer than those a job resumes from, and
+    incomplete files."""
     for k in range(places.servers):
         for path in places.of(k).glob(".*.npz.*"):
             path.unlink(missing_ok=True)
@@ -187,20 +187,20 @@ def forget(places: Places, begin: Sequence[int] | None) -> None:
 
 
 class Writer:
-    """Writes a server's snapshots, off the path of its updates.
+    """Writes a server's snapshots in the background.
 
-    Values are copied between two updates; a thread writes them. While it writes no other is begun,
-    so that snapshots may be further apart than asked for, and never pile up.
+    Values are copied between two updates, and a thread writes them. No other snapshot begins while
+    it writes, so snapshots may be further apart than requested, and never pile up.
 
     Args:
         shard: the server; calls this after its updates.
-        places: where, and how often.
-        index: of the server.
+        places: where to write, and how often.
+        index: index of the server.
     """
 
     def __init__(self, shard: Shard, places: Places, index: int) -> None:
         self.shard, self.places, self.index = shard, places, index
-        there = listed(places.of(index))  # a server that comes back may be ahead of them
+        there = listed(places.of(index))  # a restarted server may be ahead of them
         self.written = min(max(there, default=-1), shard.version)
         self.queues = dict(shard.queues)
         self.thread: threading.Thread | None = None
@@ -208,17 +208,17 @@ class Writer:
         shard.on_update, shard.on_begun = self.updated, self.first
 
     def updated(self) -> None:
-        """After an update, which nothing else follows meanwhile."""
-        every = self.places.every  # at multiples, as the other servers
+        """Begin a snapshot if one is due; called after an update, while the server is locked."""
+        every = self.places.every  # at multiples, like the other servers
         late = self.shard.version // every > self.written // every
         if late and (self.thread is None or not self.thread.is_alive()):
             self.begin()
 
     def first(self) -> None:
-        """Before anything is answered there is a snapshot.
+        """Write a first snapshot, if there is none, before the server answers any call.
 
         Raises:
-            RequestError: it could not be written.
+            RequestError: the snapshot could not be written.
         """
         if not listed(self.places.of(self.index)):
             self.begin()
@@ -226,7 +226,7 @@ class Writer:
                 raise RequestError(f"{why}; expected a folder that every server can write to")
 
     def begin(self) -> None:
-        """Copy what the server holds, and write it in a thread."""
+        """Copy the server's state, and write it in a thread."""
         self.queues = dict(self.shard.queues)
         dump = self.shard.dump()
         self.written = self.shard.version
@@ -242,10 +242,11 @@ class Writer:
             LOG.warning("server %d: no snapshot was written: %s", self.index, error)
 
     def finish(self) -> str:
-        """Write what is newer than the last snapshot, and wait for it; why it could not be written.
-        The last items of queues are finished after the last update.
+        """Write a last snapshot if the state has changed, and wait for it; returns the error if it
+        could not be written, else "". The last items of queues are finished after the last update.
 
-        Who trained has the values: the log says it, and the end of the job.
+        The caller has the trained values, so the error is not raised: the log and the result of
+        the job report it.
         """
         if self.thread is not None:
             self.thread.join()

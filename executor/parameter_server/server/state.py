@@ -1,4 +1,4 @@
-"""What a server holds beside its store, as names and arrays that can be kept in a file."""
+"""The state of a server besides its store, as names and arrays that can be saved in a file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from executor.parameter_server.worker.queue import Queue
 
 
 class ServerState(Protocol):
-    """What of a server (``server.shard.Shard``) outlives it."""
+    """The attributes of a server (``server.shard.Shard``) that are saved and restored."""
 
     store: Store
     about: dict[str, Any]
@@ -36,7 +36,7 @@ class ServerState(Protocol):
 
 
 def laid_aside(waiting: Mapping[int, Pushed]) -> dict[str, Array]:
-    """Pushes that wait for others, copied, by name; ``take_up`` reads them."""
+    """Copies of the pushes that wait for those of others, by name; ``take_up`` reads them."""
     arrays: dict[str, Array] = {}
     for worker, pushed in waiting.items():
         for dtype, x in pushed.dense.items():
@@ -48,7 +48,7 @@ def laid_aside(waiting: Mapping[int, Pushed]) -> dict[str, Array]:
 
 
 def differ(got: Mapping[str, Any], held: Mapping[str, Any]) -> str:
-    """What differs in two descriptions of parameters, the first of it."""
+    """The first difference between two descriptions of parameters, as text."""
     got_forms, held_forms = (
         dict(zip(x["paths"], zip(x["dtypes"], x["shapes"], strict=True), strict=True))
         | x.get("tables", {})
@@ -62,7 +62,7 @@ def differ(got: Mapping[str, Any], held: Mapping[str, Any]) -> str:
 
 
 def shard_facts(shard: ServerState) -> dict[str, Any]:
-    """What is no array, as JSON has it; ``take_up`` reads it."""
+    """The state that is not in arrays, as JSON data; ``take_up`` reads it."""
     facts = {
         "begun": shard.store.values is not None,
         "about": shard.about,
@@ -81,7 +81,7 @@ def shard_facts(shard: ServerState) -> dict[str, Any]:
 
 
 def take_up(shard: ServerState, facts: Mapping[str, Any], arrays: Mapping[str, Array]) -> None:
-    """Make of a new server one that goes on from these."""
+    """Set up a new server to resume from these facts and arrays."""
     shard.published = (None, None)
     if facts["begun"]:
         shard.store.load(arrays)
@@ -103,12 +103,12 @@ def take_up(shard: ServerState, facts: Mapping[str, Any], arrays: Mapping[str, A
 
 
 def _by_rank(by_name: Mapping[str, Any]) -> dict[int, Any]:
-    """With numbers for names, which JSON has not."""
+    """The mapping with integer keys, which JSON does not have."""
     return {int(k): v for k, v in by_name.items()}
 
 
 def _waiting_from(arrays: Mapping[str, Array]) -> dict[int, Pushed]:
-    """Pushes laid aside, from dumped arrays."""
+    """The waiting pushes, from dumped arrays."""
     waiting: dict[int, Pushed] = {}
     for name, x in arrays.items():
         if not name.startswith("waiting/"):

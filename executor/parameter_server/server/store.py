@@ -1,10 +1,10 @@
-"""What a server keeps: values and optimizer state, without clocks or waits.
+"""The values and optimizer state of a server, without clocks or waits.
 
 The optimizer runs on flat arrays. In synchronous training the same sums give the same bits however
-parameters are cut: nothing is compiled that joins products and sums (an FMA rounds once where the
-two operations round twice, and the compiler joins them as the form of the arrays suggests), and
-there are always two arrays, since what only one array needs, such as the power in Adam's bias
-correction, is computed within its loop, by another approximation.
+parameters are cut, for two reasons. The compiler does not fuse products and sums: an FMA rounds
+once where the two operations round twice, and fusion would depend on the shapes of the arrays. And
+there are always two arrays: what only one array needs, such as the power in Adam's bias correction,
+is computed within that array's loop, with another approximation.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from executor.parameter_server.worker.replica import MEANS
 from planner.errors import RequestError
 
 VALUES, STATE, TABLES = "values/", "state/", "tables/"
-"""How the names of dumped arrays begin."""
+"""Prefixes of the names of dumped arrays."""
 BLOCK = 2**16
 """Elements that are summed at a time."""
 ROUNDED = frozenset({"float32", "float64"})
-"""Dtypes whose sums XLA rounds after each addition; narrower ones it may add up in wider ones."""
+"""Dtypes whose sums XLA rounds after each addition; it may add narrower ones in a wider dtype."""
 
 OTHER = "the folder holds the state of another optimizer: use that optimizer, or another folder"
 
 SECOND = "second"
-"""Name of an array of one element that is there to be the second."""
+"""Name of an array of one element that serves only as a second array."""
 
 
 @dataclass(frozen=True)
 class Pushed:
-    """What a worker sends to one server.
+    """A worker's push to one server.
 
     Attributes:
-        dense: gradients of what the server holds flat, by dtype.
+        dense: gradients of the server's flat arrays, by dtype.
         rows: for each table, numbers of its rows on this server, and their gradients; a table that
             is named without rows counts as updated.
-        coded: gradients that are not in ``dense``, in fewer bytes, by dtype.
-        seen: updates in the values that the gradients are of; None: in those that were read last.
-        ahead: pushes that come before the one that is computed from what is read with this one.
-        dtype: that the values travel in which are read with this one, where theirs is wider.
+        coded: compressed gradients that are not in ``dense``, by dtype.
+        seen: number of updates in the values that the gradients are of; None: the last values read.
+        ahead: number of pushes before the one that is computed from the values read with this one.
+        dtype: dtype in which the values read with this push are sent, where theirs is wider.
     """
 
     dense: Mapping[str, Array] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class Pushed:
     dtype: str | None = None
 
     def decoded(self) -> Pushed:
-        """The same with nothing coded."""
+        """This push with all gradients decoded."""
         if not self.coded:
             return self
         dense = {**self.dense, **{d: decode(x) for d, x in self.coded.items()}}
@@ -72,16 +72,16 @@ class Pushed:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["parts", "count"], meta_fields=[])
 @dataclass(frozen=True)
 class Mean:
-    """Flat arrays to be summed from the first on, and divided, within the update: in one pass over
-    them, and over the values, where three would wait for memory."""
+    """Flat arrays to be summed from the first on, and divided, within the update. That takes one
+    pass over them and the values instead of three memory-bound ones."""
 
     parts: Sequence[Any]
     count: Any
 
 
 def _dense(pushes: Sequence[Pushed]) -> dict[str, Any]:
-    """Flat gradients of one push, or what makes the mean of several; what a push leaves out counts
-    as zero."""
+    """Flat gradients of one push, or the mean of several (as a ``Mean`` or computed); arrays that a
+    push omits count as zero."""
     if len(pushes) == 1:
         return dict(pushes[0].dense)
     gradients: dict[str, Any] = {}
@@ -95,8 +95,8 @@ def _dense(pushes: Sequence[Pushed]) -> dict[str, Any]:
 
 
 def _mean(parts: Sequence[Array], count: int) -> Array:
-    """The sum of flat arrays, divided, block by block: a block stays in the processor's cache."""
-    room = np.empty(parts[0].nbytes + 64, np.uint8)  # XLA:CPU reads multiples of 64 where they lie
+    """The sum of flat arrays divided by ``count``, in blocks that stay in the processor's cache."""
+    room = np.empty(parts[0].nbytes + 64, np.uint8)  # XLA:CPU reads multiples of 64 in place
     begin = -room.ctypes.data % 64
     average: Array = room[begin : begin + parts[0].nbytes].view(parts[0].dtype)
     for begin in range(0, average.size, BLOCK):
@@ -109,7 +109,7 @@ def _mean(parts: Sequence[Array], count: int) -> Array:
 
 
 def _rows(pushes: Sequence[Pushed]) -> Mapping[str, tuple[Array, Array]]:
-    """Rows of one push, or the mean of several."""
+    """Rows of one push, or the mean of those of several."""
     if len(pushes) == 1:
         return pushes[0].rows
     rows: dict[str, tuple[Array, Array]] = {}
@@ -121,14 +121,14 @@ def _rows(pushes: Sequence[Pushed]) -> Mapping[str, tuple[Array, Array]]:
 
 
 def _form(leaf: Any) -> tuple[Any, ...]:
-    """What a leaf of optimizer state is, but for its precision."""
+    """Shape and dtype of a leaf of optimizer state, except for the floating-point precision."""
     floating = jnp.issubdtype(leaf.dtype, jnp.floating)
     return leaf.shape, "floating" if floating else leaf.dtype
 
 
 def _forms(optimizer: optax.GradientTransformation | None, values: Any) -> list[set[Any]]:
-    """What the leaves of optimizer state are at first and after an update: momentum of integers is
-    floating then, and under ``inject_hyperparams`` that of bfloat16 is float32."""
+    """The forms of the leaves of optimizer state, initially and after an update. After it, momentum
+    of integers is floating-point, and under ``inject_hyperparams`` that of bfloat16 is float32."""
     if optimizer is None:
         return []
     first = jax.eval_shape(optimizer.init, values)
@@ -143,12 +143,12 @@ def _forms(optimizer: optax.GradientTransformation | None, values: Any) -> list[
 
 
 def without_prefix(arrays: Mapping[str, Array], prefix: str) -> dict[str, Array]:
-    """Of dumped arrays those whose names begin so, without that."""
+    """The dumped arrays whose names begin with ``prefix``, under the names without it."""
     return {n.removeprefix(prefix): x for n, x in arrays.items() if n.startswith(prefix)}
 
 
 def states(arrays: Mapping[str, Array]) -> list[str]:
-    """The names of dumped leaves of optimizer state, in their order."""
+    """The names of dumped leaves of optimizer state, in order."""
     return [f"{STATE}{k}" for k in sorted(map(int, without_prefix(arrays, STATE)))]
 
 
@@ -156,7 +156,7 @@ def states(arrays: Mapping[str, Array]) -> list[str]:
 def _update(
     optimizer: optax.GradientTransformation | None, *, exact: bool, donate: bool
 ) -> Callable[..., Any]:
-    """The compiled update; one for all stores of an optimizer, so that it is compiled once."""
+    """The jitted update; all stores of an optimizer share it, so that it is compiled once."""
 
     def mean(gradient: Any) -> Any:
         if not isinstance(gradient, Mean):
@@ -184,15 +184,15 @@ def _made(
 ) -> Callable[..., Any]:
     try:
         return _update(optimizer, exact=exact, donate=donate)
-    except TypeError:  # one that can't be a key
+    except TypeError:  # an unhashable optimizer
         return _update.__wrapped__(optimizer, exact=exact, donate=donate)
 
 
 class Store:
-    """Values and optimizer state of one server; the caller sees to it that one thread is in it.
+    """Values and optimizer state of one server. Not thread-safe: the caller has to hold a lock.
 
     Args:
-        optimizer: applied to what is pushed; None adds it to the values.
+        optimizer: applied to the pushed gradients; None adds what is pushed to the values.
         exact: updates do not depend on how arrays are cut, to the last bit.
     """
 
@@ -206,7 +206,7 @@ class Store:
         self.tables = Tables(optimizer, _made(optimizer, exact=exact, donate=False), second)
 
     def init(self, values: Mapping[str, Array], tables: Mapping[str, Array] | None = None) -> None:
-        """Begin with these values, and these rows of tables."""
+        """Set the first values and the first rows of tables."""
         self.tables.init(tables or {})
         self.values = {d: jnp.array(x) for d, x in values.items()}
         if self.exact:
@@ -216,11 +216,11 @@ class Store:
 
     @property
     def averages(self) -> bool:
-        """Whether workers make the updates, of the means that they read here."""
+        """Whether workers run the updates, with the means that they read here."""
         return bool(self.optimizer == MEANS)
 
     def check(self, pushed: Pushed) -> None:
-        """Raises RequestError for gradients that are not in the form of the values."""
+        """Raises RequestError for gradients with other dtypes or shapes than the values."""
         for dtype, x in pushed.dense.items():
             held = (self.values or {}).get(dtype)
             if held is None or held.shape != x.shape:
@@ -230,8 +230,8 @@ class Store:
                 )
 
     def apply(self, *pushes: Pushed, scale: float = 1.0) -> None:
-        """One update, by the mean of the pushes, summed from the first on: the caller fixes the
-        order. What the optimizer makes of it is taken times ``scale``."""
+        """Make one update with the mean of the pushes, summed in the order that the caller gives.
+        The optimizer's update is multiplied by ``scale``."""
         dense = _dense(pushes)
         if dense:
             if self.exact:
@@ -240,8 +240,8 @@ class Store:
         self.tables.apply(_rows(pushes), scale)
 
     def read(self, dtype: str | None = None) -> Flat:
-        """What workers pull: the flat values, or the last mean where these only come by it; rounded
-        to ``dtype`` where theirs is wider. While someone has them the next update takes other
+        """What workers pull: the flat values, or the last mean if workers run the updates; rounded
+        to ``dtype`` where theirs is wider. While a reader holds them, the next update uses other
         memory."""
         held = self.state if self.averages else self.values
         if dtype is None:
@@ -249,25 +249,25 @@ class Store:
         return rounded_to({d: x for d, x in (held or {}).items() if d != SECOND}, dtype)
 
     def last(self) -> Flat:
-        """The flat values, for who is no worker."""
+        """The flat values, for callers other than workers."""
         return self._flat(self.values)
 
     def end(self, values: Flat) -> None:
-        """The values that workers came to, where these made the updates."""
+        """Set the final values, from workers that ran the updates."""
         self.values = {**(self.values or {}), **{d: jnp.array(x) for d, x in values.items()}}
 
     def _flat(self, held: Mapping[str, Any] | None) -> Flat:
         return {d: np.asarray(x) for d, x in (held or {}).items() if d != SECOND}
 
     def dump(self) -> dict[str, Array]:
-        """Everything, in memory of its own, by name; ``load`` takes it back."""
+        """Copies of all arrays, by name; ``load`` restores them."""
         leaves = jax.tree.leaves(self.state)
         arrays = {f"{VALUES}{d}": np.array(x) for d, x in (self.values or {}).items()}
         arrays |= {f"{STATE}{k}": np.array(x) for k, x in enumerate(leaves)}
         return arrays | {f"{TABLES}{name}": x for name, x in self.tables.dump().items()}
 
     def load(self, arrays: Mapping[str, Array]) -> None:
-        """Begin with what ``dump`` gave.
+        """Restore the result of ``dump``.
 
         Raises:
             RequestError: it is of another optimizer.

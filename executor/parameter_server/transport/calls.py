@@ -1,5 +1,5 @@
-"""What one worker says to the servers: every push has a number, and the last is kept to be sent
-again to a server that was lost and comes back."""
+"""The calls of one worker to the servers. Every push has a number, and the last push is stored to
+be sent again to a server that was lost and restarts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from executor.parameter_server.worker.queue import ItemRequest, Taken
 from executor.parameter_server.worker.rows import Rows
 
 GRACE_S = 10.0
-"""What a worker waits longer than a server, whose error says more."""
+"""Seconds that a worker waits longer than a server, since the server's error says more."""
 
 Args = tuple[Any, ...]
 """Arguments of a call to one server."""
@@ -31,18 +31,18 @@ class ServerCalls:
     """The calls of one worker.
 
     Args:
-        links: to the servers.
-        rank: of this worker.
+        links: links to the servers.
+        rank: rank of this worker.
         wait_s: deadline of every wait of a server, in seconds.
-        sync: all workers wait for all.
-        compress: how dense gradients are coded, by ``Feedback``; None: not.
-        dtype: that values travel in, where theirs is wider; None: as they are.
+        sync: whether training is synchronous: all workers wait for all.
+        compress: how ``Feedback`` codes dense gradients; None: it does not.
+        dtype: dtype in which values are sent, where theirs is wider; None: unchanged.
 
     Attributes:
         rank: as given.
         busy: the servers that take part in pushes and pulls.
-        number: of the last push, one for all servers.
-        feedback: what coding has rounded away, with it.
+        number: number of the last push, the same for all servers.
+        feedback: the coder, with its rounding errors; None without compression.
     """
 
     def __init__(
@@ -66,9 +66,9 @@ class ServerCalls:
         self._sent: Sequence[Pushed] = ()
 
     def call(self, method: str, args: Sequence[Args | None]) -> list[Any]:
-        """Call a method of every server; see ``Links.call``. Before it, give back what is to be."""
+        """Call a method of every server; see ``Links.call``. First, return dropped queue items."""
         while not self._dropped.empty():
-            with contextlib.suppress(queue.Empty):  # another thread was quicker
+            with contextlib.suppress(queue.Empty):  # another thread was faster
                 give = self._to_first(self.rank, self._dropped.get_nowait())
                 self._links.call("give_back", give, self._late, self._first)
         return self._links.call(method, args, self._late, self._first)
@@ -78,17 +78,17 @@ class ServerCalls:
         return self.call(method, [args] * self._links.count)
 
     def _first(self, server: int) -> list[tuple[str, Args]]:
-        """What a server that comes back is told: who is here, and the last push once more."""
+        """Calls for a server that has restarted: ``join``, and the last push again."""
         calls: list[tuple[str, Args]] = [("join", (self.rank, self._barriers))]
         if self._sent and server in self.busy:
             calls.append(("push", (self.rank, self.number, self._sent[server])))
         return calls
 
     def join(self) -> None:
-        """Come, or come back, and learn which pushes and barriers of this rank the servers know."""
+        """Join, or join again, and get the pushes and barriers of this rank that servers know."""
         came = self.all("join", self.rank, self._barriers)
-        # the least: what some servers have and others not is pushed again, and counts once; where
-        # all wait for all, no more than the last push may be missing
+        # the least: what only some servers have is pushed again, and counts once; in synchronous
+        # training, no more than the last push may be missing
         numbers = [came[server][0] for server in self.busy] or [0]
         back = max(numbers) - 1 if self._sync else 0
         self.number = max(self.number, back, min(numbers))
@@ -96,11 +96,11 @@ class ServerCalls:
         self._taken = self.number or None
 
     def next_push(self, flats: Sequence[Flat], rows: Sequence[Rows]) -> list[Args]:
-        """What every server is told of a new push; sent again, it must be the same objects.
+        """Arguments of a new push for every server; to send it again, pass the same objects.
 
         Args:
             flats: dense gradients, by server.
-            rows: of tables, and their gradients, by server.
+            rows: rows of tables and their gradients, by server.
         """
         coded: list[dict[str, Coded]] = [{}] * len(flats)
         if self.feedback is not None:
@@ -111,20 +111,21 @@ class ServerCalls:
         return self._keep([Pushed(flat, part, x, dtype=self._dtype) for flat, part, x in parts])
 
     def overlapped(self, seen: Mapping[int, int]) -> list[Args]:
-        """The last push again, as one that is sent while the next is computed.
+        """Arguments of the last push, to be sent while the next is computed.
 
         Args:
-            seen: updates in the values that its gradients are of, by server.
+            seen: number of updates in the values that its gradients are of, by server.
         """
         parts = enumerate(self._sent)
         return self._keep([replace(part, seen=seen.get(k), ahead=1) for k, part in parts])
 
     def _keep(self, parts: Sequence[Pushed]) -> list[Args]:
-        self._sent = parts  # until the next: it may be asked again
+        self._sent = parts  # until the next push: it may be sent again
         return [(self.rank, self.number, part) for part in parts]
 
     def push(self, method: str, args: Sequence[Args]) -> dict[int, Any]:
-        """Send a push, by ``push`` or ``push_pull``; the answers of the servers that take part."""
+        """Send a push by ``push`` or ``push_pull``; returns the answers of the servers that take
+        part."""
         answers = self._ask(method, args)
         self._taken = args[0][1]
         return answers
@@ -134,47 +135,47 @@ class ServerCalls:
         return self._ask("pull", [(self.rank, ahead, self._dtype)] * self._links.count)
 
     def _ask(self, method: str, args: Sequence[Args]) -> dict[int, Any]:
-        """The answers of the servers that take part."""
+        """Call the servers that take part; returns their answers."""
         answers = self.call(method, [a if k in self.busy else None for k, a in enumerate(args)])
         return {server: answers[server] for server in self.busy}
 
     @property
     def leaving(self) -> list[tuple[int, int | None]]:
-        """What every server is told at the end: this rank, and its last push that arrived."""
+        """Arguments of ``leave`` for every server: this rank, and its last acknowledged push."""
         taken = [self._taken if k in self.busy else None for k in range(self._links.count)]
         return [(self.rank, number) for number in taken]
 
     def agree(self, about: Mapping[str, Any]) -> None:
-        """Compare what the parameters are with what server 0 was told."""
+        """Compare the description of the parameters with the one that server 0 has."""
         self.call("agree", self._to_first(self.rank, about))
 
     def barrier(self) -> None:
-        """Wait for all at the next barrier, which server 0 has."""
+        """Wait for all workers at the next barrier, which is on server 0."""
         self._barriers += 1
         self._of_first("barrier", (self.rank, self._barriers), (None, 0))
 
     def take(self, wanted: ItemRequest, finished: int | None) -> Taken:
-        """The next item of a queue, which server 0 has; see ``Shard.take``."""
+        """The next item of a queue, which is on server 0; see ``Shard.take``."""
         taken: Taken = self._of_first("take", (self.rank, wanted, finished), (None, None))
         return taken
 
     @property
     def host(self) -> str:
-        """Where other workers reach this one's host; see ``Links``."""
+        """The address of this worker's host for other workers; see ``Links``."""
         return self._links.host
 
     def give_back(self, number: int) -> None:
-        """With the next call, let others have the item of a queue that this worker has. Whoever
-        closes a generator, the garbage collector maybe, does not wait."""
+        """With the next call, return this worker's item of a queue for others. This does not wait,
+        since the garbage collector may be closing the generator."""
         self._dropped.put(number)
 
     def meet(self, text: str | None) -> str:
-        """What worker 0 says at server 0."""
+        """The text that worker 0 passes through server 0."""
         heard: str = self.call("meet", self._to_first(self.rank, text))[0]
         return heard
 
     def away(self) -> None:
-        """Nobody waits for this worker until it joins or pushes."""
+        """Stop the others from waiting for this worker until it joins or pushes."""
         self.all("away", self.rank)
 
     def _to_first(self, *args: Any) -> list[Args | None]:
@@ -182,12 +183,12 @@ class ServerCalls:
         return [args, *[None] * (self._links.count - 1)]
 
     def _of_first(self, method: str, args: Args, nothing: Args) -> Any:
-        """The answer of server 0; the others are asked for nothing."""
+        """The answer of server 0; the others get the arguments ``nothing``."""
         return self.call(method, [args, *[nothing] * (self._links.count - 1)])[0]
 
 
 class Behind(Generic[T]):
-    """One call at a time that runs while its caller goes on."""
+    """Runs one call at a time in the background."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "overlap")
@@ -195,16 +196,16 @@ class Behind(Generic[T]):
         self._lock = threading.Lock()
 
     def submit(self, call: Callable[..., T], *args: Any) -> None:
-        """Begin it."""
+        """Start a call."""
         with self._lock:
             self._under_way = self._thread.submit(call, *args)
 
     def arrived(self) -> T | None:
-        """What it has brought, once it is there; None without one. Raises what it raised."""
+        """Wait for the call and return its result; None without one. Raises what it raised."""
         under_way = self._under_way
         try:
             return None if under_way is None else under_way.result()
-        finally:  # who is interrupted here must not write to what still travels
-            with self._lock:  # another thread may have been here, and begun the next
+        finally:  # after an interrupt here, the arrays being sent must not be overwritten
+            with self._lock:  # another thread may have been here, and started the next
                 if under_way is self._under_way and under_way is not None and under_way.done():
                     self._under_way = None

@@ -1,23 +1,23 @@
-"""Fewer bytes for what workers push: values are rounded, and what was rounded away comes next.
+"""Gradient compression: pushed values are rounded, and the remainder is added to the next push.
 
-The remainder of a push is added to the next (error feedback: Seide et al., 1-bit stochastic
-gradient descent, Interspeech 2014, section 2; Karimireddy et al., Error feedback fixes SignSGD,
-ICML 2019, which shows that SGD then converges as fast as without coding, for every code that takes
-off a fixed part of the square norm). So the sum of what arrives is the sum of what was pushed less
-one remainder.
+This is error feedback (Seide et al., 1-bit stochastic gradient descent, Interspeech 2014, section
+2; Karimireddy et al., Error feedback fixes SignSGD, ICML 2019, which shows that SGD then converges
+as fast as without coding, for every code that removes a fixed part of the squared norm). So the sum
+of what arrives is the sum of what was pushed minus one remainder.
 
 - "bf16": the nearest bfloat16.
-- "int8": for each block a scale, its largest magnitude over 127; the nearest multiple of it.
-- "2bit": for each block a scale a; every element becomes -a, 0 or a. Those above 0.7 of the mean
-  magnitude are kept, and a is their mean (Li, Zhang and Liu, Ternary weight networks, 2016, section
-  2.2, whose rule comes close to the least square error). MXNet's "2bit" has a threshold for the
-  whole job that the user tunes; with a scale for each block there is nothing to tune, and the code
-  takes off a part of the square norm whatever the size of the gradients, which the proof asks for:
-  at least (1 - 0.7)^2 / 1024 of it, and 0.8 where they are normal.
+- "int8": one scale per block, its largest magnitude / 127; the nearest multiple of the scale.
+- "2bit": one scale a per block; every element becomes -a, 0 or a. Elements above 0.7 of the mean
+  magnitude become -a or a, and a is their mean magnitude (Li, Zhang and Liu, Ternary weight
+  networks, 2016, section 2.2, whose rule comes close to the least squared error). MXNet's "2bit"
+  has one threshold for the whole job that the user tunes. With a scale per block there is nothing
+  to tune, and the code removes a part of the squared norm whatever the magnitude of the gradients,
+  as the proof requires: at least (1 - 0.7)^2 / 1024 of it, and 0.8 for a normal distribution.
 
-Blocks are runs of a server's flat array, whatever arrays lie there. Values that are not finite, or
-whose sums in a block might not be, travel beside the codes as they are: they are never hidden, and
-spoil neither their neighbours nor the remainder. NumPy works through pieces that stay in a cache.
+Blocks are runs of a server's flat array, across the boundaries of parameters. Values that are not
+finite, or whose sums in a block might not be, are sent unchanged beside the codes: they are never
+hidden, and affect neither their neighbors nor the remainder. NumPy works on pieces that stay in a
+cache.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ BLOCK = 1024
 """Elements that share a scale."""
 
 PIECE = 64 * BLOCK
-"""Elements that are worked on at once: 256 KiB of float32."""
+"""Elements that are processed at once: 256 KiB of float32."""
 
 KEPT = 0.7
-"""Of the mean magnitude of a block: what is above is kept by "2bit"."""
+"""Fraction of the mean magnitude of a block; "2bit" sets elements that are not above it to 0."""
 
 SIGNS = np.array([[(0, 1, -1, 0)[b >> s & 3] for s in (0, 2, 4, 6)] for b in range(256)], np.int8)
-"""The four values in a byte."""
+"""The four values that each byte encodes."""
 
 
 @dataclass(frozen=True)
 class Coded:
-    """A 1-D array of floating-point numbers, as it travels.
+    """A 1-D array of floating-point numbers, as it is sent.
 
     Attributes:
-        kind: of the code.
+        kind: kind of the code.
         dtype: name of the array's dtype.
-        size: elements.
-        codes: uint16[size], the bits of bfloat16 (which would be copied on its way); int8[size]; or
+        size: number of elements.
+        codes: uint16[size], the bits of bfloat16 (which Ray would copy); int8[size]; or
             uint8[size / 4, rounded up], the first in the lowest bits: 0, 1 and 2 for 0, a and -a.
         scales: [size / 1024, rounded up]; empty for "bf16".
-        at, odd: places and values of those that are not coded.
+        at, odd: indices and values of the elements that are not coded.
     """
 
     kind: str
@@ -70,12 +70,12 @@ class Coded:
 
     @property
     def nbytes(self) -> int:
-        """Of the arrays."""
+        """Total bytes of the arrays."""
         return sum(x.nbytes for x in (self.codes, self.scales, self.at, self.odd))
 
 
 def coded(dtype: str, kind: str) -> bool:
-    """Whether arrays of this dtype become smaller by the code; others travel as they are."""
+    """Whether the code makes arrays of this dtype smaller; others are sent unchanged."""
     if kind not in KINDS:
         raise RequestError(f"compress={kind!r}: expected None or one of {', '.join(KINDS)}")
     least = 4 if kind == "bf16" else 2
@@ -85,15 +85,15 @@ def coded(dtype: str, kind: str) -> bool:
 
 
 def encode(kind: str, values: Array, residual: Array | None) -> tuple[Coded, Array]:
-    """Code an array.
+    """Encode an array.
 
     Args:
         kind: "bf16", "int8" or "2bit".
         values: 1-D, of a dtype that is ``coded``.
-        residual: what the last call returned; None: nothing. It is not changed.
+        residual: the remainder that the last call returned; None: none. It is not changed.
 
     Returns:
-        The message, and what it lacks: float32 (float64 for float64), of the form of ``values``.
+        The message, and the remainder: float32 (float64 for float64), of the shape of ``values``.
     """
     size, dtype = values.size, values.dtype
     work: Any = np.dtype(np.float64 if dtype == np.float64 else np.float32)
@@ -119,7 +119,7 @@ def encode(kind: str, values: Array, residual: Array | None) -> tuple[Coded, Arr
         total[count:] = 0
         if residual is not None:
             total[:count] += residual[begin:end]
-            if ends < most:  # float16, whose sum with a remainder may leave its range
+            if ends < most:  # float16: its sum with a remainder may leave its range
                 finite = np.isfinite(total)
                 np.clip(total, -ends, ends, out=total, where=finite)
         np.abs(total, out=magnitude)
@@ -151,7 +151,7 @@ def encode(kind: str, values: Array, residual: Array | None) -> tuple[Coded, Arr
 
 
 def decode(message: Coded) -> Array:
-    """The array of a message: 1-D, of memory of its own."""
+    """Decode a message into a new 1-D array."""
     out = np.empty(message.size, np.dtype(message.dtype))
     if message.kind == "bf16":
         widen(message.codes.view(ml_dtypes.bfloat16), out)
@@ -179,11 +179,11 @@ def decode(message: Coded) -> Array:
 
 
 class Feedback:
-    """Codes what one worker pushes, and keeps what the messages lacked: a copy of the gradients.
+    """Encodes one worker's pushes, and stores the remainders: as much memory as the gradients.
 
     Args:
-        kind: of the code.
-        servers: how many there are.
+        kind: kind of the code.
+        servers: number of servers.
     """
 
     def __init__(self, kind: str, servers: int) -> None:
@@ -191,9 +191,9 @@ class Feedback:
         self.left: list[Flat] = [{} for _ in range(servers)]
 
     def encode(self, server: int, flat: Flat) -> tuple[Flat, dict[str, Coded]]:
-        """What a server gets: arrays as they are, and coded ones, by dtype.
+        """What to send to a server: unchanged arrays, and coded ones, by dtype.
 
-        Every call moves the remainder on: a message that is sent again must be the same object.
+        Every call updates the remainder: to send a message again, send the same object.
         """
         plain, messages = {}, {}
         for dtype, values in flat.items():
@@ -206,7 +206,7 @@ class Feedback:
 
 
 def _int8(blocks: Array, sizes: Array) -> tuple[Array, Array]:
-    """Scales [n], and the multiples of them nearest to ``blocks`` [n, 1024], in whose place."""
+    """Scales [n], and the multiples of them nearest to ``blocks`` [n, 1024], put in ``sizes``."""
     scale = sizes.max(axis=1) / blocks.dtype.type(127)
     scale[scale < np.finfo(scale.dtype).tiny] = 0  # its inverse might not be finite
     inverse = np.divide(1, scale, out=np.zeros_like(scale), where=scale > 0)

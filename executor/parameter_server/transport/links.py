@@ -1,4 +1,4 @@
-"""How a worker reaches the servers; here those of its own process."""
+"""Links from a worker to the servers; here, to servers in its process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from executor.parameter_server.server.shard import Shard
 from planner.errors import RequestError
 
 First = Callable[[int], Sequence[tuple[str, tuple[Any, ...]]]]
-"""What a server is asked first, by its number, after it was lost and has come back."""
+"""The first calls to a server, by its number, after it was lost and has restarted."""
 
 
 class Links(Protocol):
@@ -21,19 +21,19 @@ class Links(Protocol):
 
     @property
     def count(self) -> int:
-        """How many servers there are."""
+        """Number of servers."""
 
     @property
     def host(self) -> str:
-        """Where other workers reach this one's host.
+        """The address of this worker's host for other workers.
 
         Raises:
             RequestError: the workers are threads of one process.
         """
 
     def room(self, sizes: Sequence[Mapping[str, int]]) -> list[Flat] | None:
-        """Flat arrays for what every server is pushed, to be written anew for each call; None where
-        servers go on using those of a call after it.
+        """Flat arrays for the push to every server, to be overwritten for each call; None if
+        servers use the arrays of a call after it.
 
         Args:
             sizes: number of elements by dtype, for each server.
@@ -46,19 +46,20 @@ class Links(Protocol):
         wait_s: float,
         first: First = lambda server: (),
     ) -> list[Any]:
-        """Call a method of every server, each with its own arguments; their answers in order. One
-        whose arguments are None is not called, and its answer is None.
+        """Call a method of every server, each with separate arguments; returns the answers in
+        order. A server whose arguments are None is not called, and its answer is None.
 
-        A server that is lost meanwhile and comes back is asked what ``first`` says, and then again.
+        If a server is lost meanwhile and restarts, it gets the calls of ``first``, and then this
+        call again.
 
         Raises:
-            WaitError: a server did not answer in ``wait_s``; says which.
+            WaitError: a server did not answer in ``wait_s``; names it.
             LostError: a server is gone for good.
         """
 
 
 class LocalLinks:
-    """Servers in this process; every call in a thread."""
+    """Servers in this process; every call runs in a thread."""
 
     def __init__(self, shards: Sequence[Shard], threads: int) -> None:
         self.shards = tuple(shards)
@@ -67,7 +68,7 @@ class LocalLinks:
 
     @property
     def count(self) -> int:
-        """How many servers there are."""
+        """Number of servers."""
         return len(self.shards)
 
     @property
@@ -82,7 +83,7 @@ class LocalLinks:
         """See ``Links``."""
 
     def fail(self, why: str) -> None:
-        """The job is to end: no call but "leave" is answered any more, and who waits is told."""
+        """End the job: all calls except "leave" raise LostError, also those that wait now."""
         self._failed = why
         for shard in self.shards:
             shard.fail(why)
@@ -94,7 +95,7 @@ class LocalLinks:
         wait_s: float,
         first: First = lambda server: (),
     ) -> list[Any]:
-        """See ``Links``; raises LostError once ``fail`` was called."""
+        """See ``Links``; raises LostError after ``fail``."""
         if self._failed and method != "leave":
             raise LostError(self._failed)
         calls: list[Future[Any] | None] = [

@@ -1,4 +1,4 @@
-"""How a worker reaches servers that are Ray actors."""
+"""Links from a worker to servers that are Ray actors."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from executor.parameter_server.transport.slots import Letter, Slot, aligned, new
 from executor.parameter_server.transport.wire import fetch
 
 AGAIN_S = 0.2
-"""How long it is waited before a server that is away is asked again."""
+"""Seconds before a server that is away is called again."""
 
 SLOTTED = frozenset({"push", "push_pull", "pull", "pull_rows"})
-"""Methods whose arrays lie in slots."""
+"""Methods whose arrays are passed in slots."""
 SHARE_S = 10.0
-"""How long a server has to look at a new slot."""
+"""Seconds that a server has to attach a new slot."""
 
 
 class RayLinks:
-    """Servers as Ray actors; arrays lie in slots where a server is on this host, else Ray has them.
+    """Servers as Ray actors; arrays are passed in slots if a server is on this host, else by Ray.
 
     Args:
         actors: the servers.
-        rank: of the worker; None for who is none, and has no slots.
+        rank: rank of the worker; None for a caller that is not a worker and has no slots.
     """
 
     def __init__(self, actors: Sequence[Any], rank: int | None = None) -> None:
@@ -41,7 +41,7 @@ class RayLinks:
 
     @property
     def count(self) -> int:
-        """How many servers there are."""
+        """Number of servers."""
         return len(self.actors)
 
     @property
@@ -70,7 +70,7 @@ class RayLinks:
         return self._own[server]
 
     def _slot(self, server: int) -> Slot | None:
-        """Memory shared with a server; None with one that is elsewhere, or away."""
+        """Memory shared with a server; None if the server is on another host, or away."""
         import ray
 
         if server in self._far or server in self._slots:
@@ -86,15 +86,15 @@ class RayLinks:
                     self._slots[server] = slot_and_key[0]
                 else:
                     self._far.add(server)
-            except ray.exceptions.GetTimeoutError:  # it has not the time
+            except ray.exceptions.GetTimeoutError:  # it is busy
                 self._far.add(server)
             except ray.exceptions.RayActorError:
-                pass  # who asks it something will see
+                pass  # the call that follows handles it
         return self._slots.get(server)
 
     @cached_property
     def _reserved(self) -> int:
-        """Bytes that Ray's own store may take on this host."""
+        """Bytes that Ray's object store may take on this host."""
         import ray
 
         here = ray.get_runtime_context().get_node_id()
@@ -102,7 +102,7 @@ class RayLinks:
         return int(sum(store.get("object_store_memory", 0) for store in stores))
 
     def _ask(self, server: int, method: str, args: tuple[Any, ...]) -> tuple[Any, Slot | None]:
-        """What will be the answer, and the slot that it may lie in."""
+        """A reference to the answer, and the slot that may hold the answer."""
         actor = self.actors[server]
         slot = self._slot(server) if method in SLOTTED else None
         letter = None if slot is None else slot.write(args)
@@ -133,9 +133,9 @@ class RayLinks:
                 by_server[server] = answer
             return by_server
         except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError):
-            self._slots.clear()  # one of them is lost; below it is seen which
+            self._slots.clear()  # a server is lost; the code below determines which
         except ray.exceptions.GetTimeoutError as error:
-            self._slots.clear()  # a server may still look at what is there
+            self._slots.clear()  # a server may still read what is there
             raise _late(dict(zip(requests, refs, strict=True)), method, wait_s) from error
         except ray.exceptions.RayTaskError as error:
             self._slots.clear()
@@ -157,7 +157,7 @@ class RayLinks:
         until: float,
         first: First,
     ) -> Any:
-        """The answer of one server, asked again as long as it is away."""
+        """The answer of one server; the call is repeated as long as the server is away."""
         import ray
 
         actor = self.actors[server]
@@ -186,10 +186,10 @@ class RayLinks:
 
 
 def _opened(answer: Any, slot: Slot | None) -> Any:
-    """What a server said, in memory of its own.
+    """A server's answer, copied out of the slot.
 
     Raises:
-        ActorUnavailableError: the server has come back and knows of no slot.
+        ActorUnavailableError: the server has restarted and does not know the slot.
     """
     if slot is None:
         return answer
@@ -201,7 +201,7 @@ def _opened(answer: Any, slot: Slot | None) -> Any:
 
 
 def gone(server: int, method: str, error: Exception) -> LostError:
-    """What is said of a server that does not come back."""
+    """The error for a server that does not restart."""
     return LostError(
         f"server {server} is gone, while asked to {method}: nothing keeps what it held; give "
         f"train(replicas=True) or snapshots= ({_word(error)})"
@@ -209,7 +209,7 @@ def gone(server: int, method: str, error: Exception) -> LostError:
 
 
 def _word(error: Exception) -> str:
-    """The last line of an error of Ray's, where it says why."""
+    """The last line of a Ray error, which gives the reason."""
     return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
 
 

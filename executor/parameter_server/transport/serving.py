@@ -1,9 +1,9 @@
-"""A server as a Ray actor: it answers as ``Shard`` does, has snapshots and a copy, and comes back.
+"""A server as a Ray actor: a ``Shard`` with snapshots and a copy, which recovers after a loss.
 
-When its process is lost, Ray starts it again, and it takes what it held from its copy, another
-actor that repeated every change before the change was acknowledged, so that nothing is missing; or
-from its last snapshot, so that what came after it is. Workers then send their last push again, and
-its number tells whether it is in already.
+When its process is lost, Ray restarts it, and it restores its state from its copy or its last
+snapshot. The copy is another actor that repeated every change before the change was acknowledged,
+so nothing is missing; with a snapshot, what came after it is missing. Workers then send their last
+push again, and its number shows whether it is already included.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ LOG = logging.getLogger(__name__)
 
 
 def _came_back() -> bool:
-    """Whether this actor's process is not its first."""
+    """Whether this actor was restarted."""
     import ray
 
-    with warnings.catch_warnings():  # of names that Ray itself uses within
+    with warnings.catch_warnings():  # about names that Ray itself uses
         warnings.simplefilter("ignore", DeprecationWarning)
         return bool(ray.get_runtime_context().was_current_actor_reconstructed)
 
 
 class Copy:
-    """Repeats every change of a server, in their order. One call at a time.
+    """Repeats every change of a server, in order. Runs one call at a time.
 
     Args:
         shard_args: arguments of the server's ``Shard``.
@@ -50,13 +50,13 @@ class Copy:
         self.number = -1
 
     def load(self, number: int, dump: tuple[dict[str, Any], dict[str, Array]]) -> bool:
-        """Begin with what the server holds after its change of this number."""
+        """Begin with the server's state after its change of this number."""
         self.shard, self.number = Shard(*self.made), number
         self.shard.load(*dump)
         return True
 
     def repeat(self, number: int, change: Change) -> bool:
-        """Repeat a change; False if one before it is missing."""
+        """Repeat a change; returns False if an earlier change is missing."""
         if number != self.number + 1:
             self.shard = None
         if self.shard is None:
@@ -67,7 +67,7 @@ class Copy:
         return True
 
     def dump(self) -> tuple[int, Any] | None:
-        """The number of the last change, and what the server held after it; None: nothing."""
+        """The number of the last change, and the server's state after it; None without a state."""
         return None if self.shard is None else (self.number, self.shard.dump())
 
 
@@ -76,11 +76,11 @@ class Serving(Shard):
 
     Args:
         shard_args: arguments of ``Shard``.
-        index: of this server.
-        places: of snapshots; None makes none.
-        twin: the actor of its ``Copy``; None has none.
-        begin: updates of the snapshot that the job goes on from; None begins anew.
-        again: what ``Shard.again`` is told then.
+        index: index of this server.
+        places: places of snapshots; None: no snapshots.
+        twin: the actor of its ``Copy``; None: no copy.
+        begin: number of updates in the snapshot that the job resumes from; None starts anew.
+        again: arguments of ``Shard.again`` when the job resumes.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Serving(Shard):
             if not back and begin is not None and places is not None:
                 self.load(*read(places.of(index), begin))
                 super().again(*again)
-        except Exception as error:  # raised here it would be told as the loss of an actor
+        except Exception as error:  # raised here, it would be reported as a lost actor
             LOG.exception("server %d cannot begin", index)
             self.gone = f"server {index} cannot begin: {type(error).__name__}: {error}"
         if twin is not None:
@@ -113,8 +113,8 @@ class Serving(Shard):
         self.writer = None if places is None else Writer(self, places, index)
 
     def _recover(self, places: Places | None, begin: int) -> bool:
-        """Take up what this server held before its process was lost; False: what it began with
-        stands."""
+        """Restore the state from before this server's process was lost; returns False if nothing
+        was restored, and the state that the job began with applies."""
         import ray
 
         try:
@@ -125,7 +125,7 @@ class Serving(Shard):
         copied = begin
         if twin_dump is not None and twin_dump[0] >= 0:
             copied = twin_dump[1][0]["version"]
-        if places is not None:  # of newer ones it went on without its copy, or has none
+        if places is not None:  # if newer, it went on without its copy, or has none
             folder = places.of(self.index)
             for version in [v for v in reversed(listed(folder)) if v > copied]:
                 try:
@@ -143,7 +143,7 @@ class Serving(Shard):
         return False
 
     def share(self, worker: int, key: SlotKey, room: int) -> bool:
-        """Take memory that a worker on this host shares from now on; False if it is elsewhere."""
+        """Attach memory that a worker on this host shares; False if the worker is elsewhere."""
         import ray
 
         slot = attach(key, room, ray.get_runtime_context().get_node_id())
@@ -152,9 +152,9 @@ class Serving(Shard):
         return slot is not None
 
     def answer(self, worker: int, method: str, letter: Letter) -> Any:
-        """Call a method with what a letter in a worker's slot says; None without that slot.
+        """Call a method with the arguments in a letter in a worker's slot; None without that slot.
 
-        Arrays are read where they lie only by ``push_pull``, which has done so when it returns.
+        Only ``push_pull`` reads arrays in place, and it has done so when it returns.
         """
         slot = self.slots.get(worker)
         if slot is None and worker in self.slots:
@@ -208,7 +208,7 @@ class Serving(Shard):
         self._settle()
 
     def push(self, *args: Any) -> bool:
-        """See ``Shard``; the copy has it too when this returns."""
+        """See ``Shard``; the copy also has the push when this returns."""
         self._check()
         took = super().push(*args)
         self._settle()
@@ -220,13 +220,13 @@ class Serving(Shard):
         return super().pull(*args)
 
     def finish(self) -> str:
-        """Write the last snapshot; what is wrong with it."""
+        """Write the last snapshot; returns its error, or ""."""
         if self.writer is None or self.store.values is None:
             return ""
         return self.writer.finish()
 
     def _forward(self, change: Change) -> None:
-        """Have a change repeated; the lock is held, so that they go in order."""
+        """Send a change to the copy; the lock is held, so that changes are sent in order."""
         if self.twin is not None:
             self.number += 1
             self.mine.sent = self.twin.repeat.remote(self.number, change)
@@ -246,7 +246,7 @@ class Serving(Shard):
         self._catch_up()
 
     def _catch_up(self) -> None:
-        """Give the copy everything, once it is there again."""
+        """Send the whole state to the copy, once it is available again."""
         import ray
 
         with self.mending:
@@ -266,6 +266,6 @@ class Serving(Shard):
                     time.sleep(AGAIN_S)
             with self.changed:
                 twin, self.twin = self.twin, None
-            if twin is not None:  # the first to find out
+            if twin is not None:  # the first thread to notice
                 LOG.warning("server %d goes on without a copy: it is gone", self.index)
-                ray.kill(twin, no_restart=True)  # what it has is of the past from now on
+                ray.kill(twin, no_restart=True)  # its state is out of date from now on

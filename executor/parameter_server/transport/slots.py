@@ -1,11 +1,12 @@
-"""Memory that a worker shares with each server on its host: what they say goes by Ray, the arrays
-of it lie there.
+"""Memory that a worker shares with each server on its host: messages go through Ray, and their
+arrays lie in this memory.
 
-A message of half a megabyte costs Ray several times what an empty one does, and a larger one is
+A message of half a megabyte costs Ray several times as much as an empty one, and a larger one is
 copied once more than needed. A slot belongs to one worker and one server, and one call at a time
-uses it. After a call that failed it is never used again, so whoever still looks at it sees what was
-there. Its file has no name but that of the worker's open handle: nothing is left behind, whoever is
-lost. Another host, or one without such a folder, has no slots and everything goes by Ray.
+uses it. After a failed call it is never used again, so a process that still reads it sees unchanged
+data. Its file has no name except that of the worker's open handle, so nothing is left behind when a
+process is lost. On another host, or one without such a folder, there are no slots, and everything
+goes through Ray.
 """
 
 from __future__ import annotations
@@ -30,21 +31,21 @@ from executor.parameter_server.transport.wire import INLINE_BYTES
 
 FOLDER = Path("/dev/shm")
 ALIGN = 64
-"""Arrays begin at multiples of it, where XLA:CPU reads them where they lie."""
+"""Arrays begin at multiples of this many bytes, so that XLA:CPU reads them in place."""
 REPLY = INLINE_BYTES + 2**16
-"""Bytes for answers; larger ones go by Ray."""
+"""Bytes for answers; larger ones go through Ray."""
 SPARE = INLINE_BYTES
-"""Bytes beside those for answers and flat arrays."""
+"""Bytes for everything except answers and flat arrays."""
 
 
 @dataclass(frozen=True)
 class Letter:
-    """Something whose arrays lie in a slot.
+    """A message whose arrays lie in a slot.
 
     Attributes:
-        token: of the slot.
-        body: it, pickled without its arrays.
-        parts: where each of these begins in the slot, and its bytes.
+        token: token of the slot.
+        body: the message, pickled without its arrays.
+        parts: where each array begins in the slot, and its number of bytes.
     """
 
     token: bytes
@@ -54,7 +55,7 @@ class Letter:
 
 @dataclass(frozen=True)
 class SlotKey:
-    """How the other one finds a slot: only who is on the same host reads the token there."""
+    """How a server locates a slot: only a process on the same host can read the token there."""
 
     path: str
     token: bytes
@@ -62,13 +63,13 @@ class SlotKey:
 
 
 def aligned(nbytes: int) -> int:
-    """The next place where an array may begin."""
+    """``nbytes``, rounded up to the next place where an array may begin."""
     return -(-nbytes // ALIGN) * ALIGN
 
 
 class Slot:
-    """Shared memory: room for answers, then for flat arrays that are written where they lie, then
-    for all else.
+    """Shared memory: room for answers, then for flat arrays that are written in place, then for
+    everything else.
 
     Args:
         memory: the mapped file; begins with the token.
@@ -80,7 +81,7 @@ class Slot:
         self.begin, self.end = ALIGN + REPLY, ALIGN + REPLY + aligned(room)
 
     def flats(self, sizes: Mapping[str, int]) -> Flat:
-        """Flat arrays in the room for them: number of elements by dtype."""
+        """Flat arrays in the room for them; ``sizes`` is the number of elements by dtype."""
         flat, begin = {}, self.begin
         for name, count in sizes.items():
             end = begin + count * np.dtype(name).itemsize
@@ -89,7 +90,7 @@ class Slot:
         return flat
 
     def write(self, what: Any, *, answer: bool = False) -> Letter | None:
-        """Put something here; None where there is no room for it."""
+        """Write a message here; returns None if there is no room for it."""
         begin, end = (ALIGN, self.begin) if answer else (self.end, self.bytes.size)
         buffers: list[pickle.PickleBuffer] = []
         file = io.BytesIO()
@@ -108,7 +109,7 @@ class Slot:
         return Letter(self.token, file.getvalue(), tuple(zip(places, sizes, strict=True)))
 
     def read(self, letter: Letter, *, copy: bool) -> Any:
-        """What a letter says. Flat arrays are where they lie unless ``copy``; others are copied."""
+        """Read a letter's message. Flat arrays are views unless ``copy``; others are copied."""
         return pickle.loads(
             letter.body,
             buffers=[
@@ -121,7 +122,7 @@ class Slot:
 
 
 class _Pickler(pickle.Pickler):
-    """Has arrays of dtypes that are not NumPy's own (bfloat16) beside what is pickled too."""
+    """Also pickles arrays of dtypes that are not NumPy's own (bfloat16) out of band."""
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is np.ndarray and obj.dtype.isbuiltin == 2 and obj.flags.c_contiguous:
@@ -144,12 +145,12 @@ def _read_only(x: Array) -> Array:
 
 @contextlib.contextmanager
 def new_slot(node: str, room: int, reserved: int = 0) -> Iterator[tuple[Slot, SlotKey] | None]:
-    """A new slot, and the key to it while this lasts; None where there is no memory for it.
+    """A new slot and its key, which is valid within the context; None if there is no memory for it.
 
     Args:
-        node: of this process.
-        room: bytes of flat arrays.
-        reserved: bytes that others count on in the folder.
+        node: Ray node ID of this process.
+        room: bytes of the flat arrays.
+        reserved: bytes of the folder to leave free for others.
     """
     size = ALIGN + REPLY + aligned(room) + SPARE
     with contextlib.ExitStack() as stack:
@@ -157,7 +158,7 @@ def new_slot(node: str, room: int, reserved: int = 0) -> Iterator[tuple[Slot, Sl
             if shutil.disk_usage(FOLDER).free - size < reserved:
                 raise OSError("too little is left")
             file = stack.enter_context(tempfile.TemporaryFile(dir=FOLDER))
-            os.posix_fallocate(file.fileno(), 0, size)  # else it is noticed by a signal that kills
+            os.posix_fallocate(file.fileno(), 0, size)  # otherwise lack of memory is a fatal signal
             memory = mmap.mmap(file.fileno(), size)
         except OSError:
             yield None

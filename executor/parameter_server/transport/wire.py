@@ -1,7 +1,7 @@
-"""How values travel with Ray: once into the memory that the processes of a host share, not again.
+"""How values are sent with Ray: copied once, into the memory that the processes of a host share.
 
-What is large is put there once for each version, however many workers read it, and is read where it
-lies. What is small goes within the message, which is faster than several messages to the store.
+Large values are put there once per version, however many workers read them, and are read in place.
+Small values are part of the message, which is faster than several messages to the store.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from executor.parameter_server.placement.layout import Flat
 from planner.errors import RequestError
 
 INLINE_BYTES = 2 * 2**20
-"""Messages up to this size carry their arrays themselves (on a Ray that was started here)."""
+"""Messages up to this size contain their arrays (on a Ray that was started here)."""
 
 SYSTEM = {
     "max_direct_call_object_size": INLINE_BYTES,
-    # Freed memory is used again at once: pages that a process has not touched cost it far more
-    # than the copy. By default Ray gathers what is freed for a second.
+    # Freed memory is reused at once: pages that a process has not touched cost far more than the
+    # copy. By default Ray collects freed objects for a second.
     "free_objects_batch_size": 1,
 }
-"""Settings of a Ray that is started here; of another: ``ray start --system-config``."""
+"""Settings of a Ray that is started here; for another, use ``ray start --system-config``."""
 
 MEMORY_ENV = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(2**40),
 }
-"""Environment of servers and of workers on CPUs: arrays that come and go lie in memory that stays
-mapped."""
+"""Environment of servers and of workers on CPUs: the memory of freed arrays stays mapped for the
+next ones."""
 
 PULL_DTYPES = (None, "bfloat16")
 
@@ -45,8 +45,8 @@ class Shared:
     """Values in shared memory.
 
     Attributes:
-        ref: Ray's reference to them, as bytes; they stay while someone has it.
-        dtypes: theirs, by name. Arrays of bfloat16 would be copied on their way, bytes are not.
+        ref: Ray's reference to them, as bytes; they exist as long as a reference does.
+        dtypes: dtypes of the values, by name. Ray would copy arrays of bfloat16, but not bytes.
     """
 
     ref: Any
@@ -54,17 +54,17 @@ class Shared:
 
 
 def check_pull_dtype(pull_dtype: str | None) -> None:
-    """Refuse a dtype that pulled values cannot travel in.
+    """Check the dtype in which pulled values are sent.
 
     Raises:
-        RequestError: it is not known.
+        RequestError: the dtype is not supported.
     """
     if pull_dtype not in PULL_DTYPES:
         raise RequestError(f"pull_dtype={pull_dtype!r}: expected None or 'bfloat16'")
 
 
 def publish(flat: Flat) -> Any:
-    """Values as they are handed to several readers: in an actor, large ones are put once."""
+    """Values for several readers: in an actor, large ones are put into shared memory once."""
     if sum(x.nbytes for x in flat.values()) <= INLINE_BYTES or not _in_actor():
         return flat
     import ray
@@ -74,7 +74,7 @@ def publish(flat: Flat) -> Any:
 
 
 def fetch(answers: Sequence[Any], wait_s: float) -> list[Any]:
-    """Answers of servers, their values read where they lie: read-only, nothing is copied."""
+    """Answers of servers, with their values read in place: read-only, nothing is copied."""
     refs = [x.values.ref for x in answers if is_shared(x)]
     if not refs:
         return list(answers)
@@ -89,7 +89,7 @@ def _typed(raw: Flat, shared: Shared) -> Flat:
 
 
 def is_shared(answer: Any) -> bool:
-    """Whether the values of an answer lie in Ray's memory."""
+    """Whether the values of an answer lie in Ray's shared memory."""
     return isinstance(getattr(answer, "values", None), Shared)
 
 

@@ -1,4 +1,4 @@
-"""An evaluator: reads the values now and then, and nobody waits for it."""
+"""An evaluator: reads the values at intervals, without blocking the training."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class ValueReader:
     """Reads the values and evaluates them; an actor, or an object of this process.
 
     Args:
-        links: to the servers.
-        evaluate: told the parameters, NumPy arrays, read-only; and where there are tables of rows,
-            these by name.
+        links: links to the servers.
+        evaluate: called with the parameters (read-only NumPy arrays) and, if there are tables of
+            rows, with the tables by name.
         wait_s: deadline of each call to the servers, in seconds.
         cut: ``split_bytes`` and ``partition``, as for ``layout_of``.
     """
@@ -36,14 +36,14 @@ class ValueReader:
         self.busy: tuple[int, ...] | None = None
 
     def once(self, seen: int) -> Evaluation | None:
-        """Evaluate the values as they are, if they are newer than version ``seen``.
+        """Evaluate the current values, if they are newer than version ``seen``.
 
         Returns:
-            How many updates were in the values (of the server that has the fewest: servers are not
-            stopped for this), and the result, or the exception that ``evaluate`` raised; None where
-            there are no values yet, or none that are newer.
+            The number of updates in the values (the least of all servers, which do not stop for
+            this), and the result, or the exception that ``evaluate`` raised; None if there are no
+            values yet, or no newer ones.
         """
-        if self.shapes is None:  # a server that was restarted may not know them any more
+        if self.shapes is None:  # a restarted server may no longer have them
             self.shapes = next((x for x in self._call("described") if x is not None), None)
         if self.shapes is None:
             return None
@@ -67,10 +67,10 @@ class ValueReader:
 
 
 class Evaluator:
-    """Reads in a thread, again and again, and once more at the end; nothing if never started.
+    """Evaluates in a thread at intervals, and once more at the end; does nothing if not started.
 
     Args:
-        every_s: seconds from one reading to the next.
+        every_s: seconds between evaluations.
     """
 
     def __init__(self, every_s: float) -> None:
@@ -82,7 +82,7 @@ class Evaluator:
         self.thread: threading.Thread | None = None
 
     def start(self, once: Callable[[int], Evaluation | None]) -> None:
-        """Begin with ``ValueReader.once``; the first reading is after ``every_s``."""
+        """Start with ``ValueReader.once``; the first evaluation is after ``every_s``."""
         self.once = once
         self.thread = threading.Thread(target=self._run, name="evaluator", daemon=True)
         self.thread.start()
@@ -97,7 +97,7 @@ class Evaluator:
         seen = self.found[-1][0] if self.found else -1
         try:
             got = self.once(seen)
-        except Exception:  # a server that is gone is the workers' to tell
+        except Exception:  # the workers report a lost server
             if not self.failed:
                 log.exception("an evaluation did not come about")
             return
@@ -105,7 +105,7 @@ class Evaluator:
             self.found.append(got)
 
     def finish(self) -> tuple[Evaluation, ...]:
-        """The workers are done: evaluate the last values too; everything that was found."""
+        """Evaluate the final values, once the workers are done; returns all evaluations."""
         self.ended.set()
         if self.thread is not None:
             self.thread.join()
@@ -113,7 +113,7 @@ class Evaluator:
         return tuple(self.found)
 
     def stop(self) -> None:
-        """The run is over, or has failed: read no more."""
+        """Stop evaluating: the run is over, or has failed."""
         self.failed = not self.ended.is_set()
         self.ended.set()
 

@@ -1,11 +1,11 @@
-"""Several steps between pushes: each worker trains by itself and pushes how far it came.
+"""Local steps: each worker trains for several steps between pushes and pushes the change.
 
-With an optimizer on the servers, what is pushed is the outer gradient, parameters before less
-parameters after, and that optimizer is the outer one (Douillard et al., DiLoCo: distributed
-low-communication training of language models, 2023, algorithm 1, whose outer optimizer is SGD of
-rate 0.7 with Nesterov momentum 0.9). Without one, the servers add the way that the workers came,
-shared among them (the GEO-SGD of PaddlePaddle). The state of the inner optimizer stays with the
-worker, as in both.
+With an optimizer on the servers, a push is the outer gradient (parameters before minus parameters
+after), and that optimizer is the outer one (Douillard et al., DiLoCo: distributed low-communication
+training of language models, 2023, algorithm 1, whose outer optimizer is SGD of rate 0.7 with
+Nesterov momentum 0.9). Without one, the servers add the change of the parameters, averaged over the
+workers (GEO-SGD of PaddlePaddle). The state of the inner optimizer stays with the worker, as in
+both.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from planner.errors import RequestError
 
 
 class LocalSteps:
-    """Takes the gradients of one worker and pushes every so many steps.
+    """Takes the gradients of one worker and pushes every ``push_every`` steps.
 
-    The inner optimizer may look at whole arrays: it has them.
+    The inner optimizer runs on whole arrays, so it need not be elementwise.
 
     Args:
-        server: of this worker.
-        params: what ``server.init`` returned.
+        server: the worker's ``ParameterServer``.
+        params: the parameters that ``server.init`` returned.
         inner: the optimizer of the steps between pushes.
-        push_every: steps from one push to the next.
+        push_every: number of steps from one push to the next.
 
     Attributes:
-        params: the parameters now.
+        params: the current parameters.
 
     Raises:
-        RequestError: ``push_every`` below 1.
+        RequestError: ``push_every`` is below 1.
     """
 
     def __init__(
@@ -63,10 +63,10 @@ class LocalSteps:
         self._step, self._way = jax.jit(step), jax.jit(way)
 
     def step(self, gradients: Any) -> Any:
-        """One step of the inner optimizer; after every ``push_every``-th a push and a pull.
+        """Take one step of the inner optimizer; every ``push_every``-th step also pushes and pulls.
 
         Returns:
-            The parameters to go on with.
+            The parameters for the next step.
 
         Raises:
             WaitError: as for ``ParameterServer.push_pull``.
@@ -76,7 +76,7 @@ class LocalSteps:
         return self._exchange() if self._taken == self.push_every else self.params
 
     def finish(self) -> Any:
-        """Push the steps since the last push, if there are any; the parameters after that."""
+        """Push the steps since the last push, if any, and return the parameters after that."""
         return self._exchange() if self._taken else self.params
 
     def _exchange(self) -> Any:

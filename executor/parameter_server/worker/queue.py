@@ -1,8 +1,8 @@
-"""A queue of items for workers, that gives the item of a lost worker to another.
+"""A queue of items for workers; the item of a lost worker goes to another worker.
 
-It knows places in the order of all epochs, 0 to ``count * epochs``, and never the items. To
-take is to say which place is finished. So a call that comes twice has the answer that it had, and a
-worker that is started again has the item that it had.
+The queue handles places in the order of all epochs, 0 to ``count * epochs``, never the items. A
+worker that takes a place reports which place it has finished. A repeated call therefore gets the
+same answer, and a restarted worker gets the item that it had.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from planner.errors import RequestError
 
 @dataclass(frozen=True)
 class ItemRequest:
-    """What a worker takes items of.
+    """A worker's request for items.
 
     Attributes:
-        queue: number of the queue, from 1: how many its worker has asked for.
-        count: items of an epoch.
-        epochs: how often each is given out.
-        seed: of the order; None keeps that of the items.
+        queue: number of the queue: 1 for the first that the worker requests, and so on.
+        count: number of items in an epoch.
+        epochs: how often each item is given out.
+        seed: shuffles the items; None keeps their order.
     """
 
     queue: int
@@ -36,8 +36,8 @@ class Taken:
     """An answer of a queue.
 
     Attributes:
-        place: to work on; None: none now.
-        held: the places that other workers have, by rank, when there is none but may be one later.
+        place: the place to work on; None if there is none now.
+        held: the places of other workers, by rank, if there is none now but may be one later.
     """
 
     place: int | None
@@ -46,13 +46,13 @@ class Taken:
 
 @dataclass(frozen=True)
 class Queue:
-    """Places that are left, and who has which.
+    """The remaining places, and the place of each worker.
 
     Attributes:
         count, epochs, seed: as for ``ItemRequest``.
         begun: the places below this were given out.
-        back: of these, in order, those that came back with a lost worker.
-        held: the place that each worker has, by rank.
+        back: those of them that lost workers returned, in order.
+        held: the place of each worker, by rank.
     """
 
     count: int
@@ -63,7 +63,8 @@ class Queue:
     held: Mapping[int, int] = field(default_factory=dict)
 
     def take(self, worker: int, finished: int | None) -> tuple[Taken, Queue]:
-        """The next place for a worker, who has ``finished`` one; None: it has just begun."""
+        """The next place for a worker; ``finished``: the place that it has finished, None at
+        first."""
         queue = self if finished is None else self.done(worker, finished)
         if worker in queue.held:
             return Taken(queue.held[worker]), queue
@@ -78,35 +79,36 @@ class Queue:
         return Taken(place), replace(queue, held={**queue.held, worker: place})
 
     def done(self, worker: int, place: int) -> Queue:
-        """A worker has finished a place, its own or, if it was taken for lost, one that is back."""
+        """Mark a place as finished: the worker's own or, if the worker was presumed lost, a
+        returned one."""
         if self.held.get(worker) == place:
             return replace(self, held={w: p for w, p in self.held.items() if w != worker})
         return replace(self, back=tuple(p for p in self.back if p != place))
 
     def leave(self, worker: int) -> Queue:
-        """A worker has gone: what it had comes back."""
+        """Remove a worker; its place returns to the queue."""
         if worker not in self.held:
             return self
         place = self.held[worker]
         return replace(self.done(worker, place), back=tuple(sorted((*self.back, place))))
 
     def to_facts(self) -> dict[str, Any]:
-        """The queue as JSON has it."""
+        """The queue as JSON-compatible values."""
         held = {str(w): p for w, p in self.held.items()}
         return {**vars(self), "back": list(self.back), "held": held}
 
     @classmethod
     def from_facts(cls, facts: Mapping[str, Any]) -> Queue:
-        """The queue of ``to_facts``."""
+        """The queue from the values of ``to_facts``."""
         held = {int(w): p for w, p in facts["held"].items()}
         return cls(**{**facts, "back": tuple(facts["back"]), "held": held})
 
 
 def queue_for(queue: Queue | None, wanted: ItemRequest) -> Queue:
-    """The queue that a worker asks for, with as many epochs as any asked for.
+    """The queue that a worker requests, with the largest number of epochs requested so far.
 
     Raises:
-        RequestError: it was begun with other items.
+        RequestError: the queue was begun with other items.
     """
     if queue is None:
         return Queue(wanted.count, wanted.epochs, wanted.seed)

@@ -1,9 +1,9 @@
-"""Updates in the workers: servers only average, and every worker has the parameters.
+"""Updates on the workers: servers only average, and every worker has the parameters.
 
-As MXNet's KVStore with ``update_on_kvstore=False``: what a worker pulls is the mean of the pushes,
-which its own optimizer applies. All workers begin with the same values and apply the same means, so
-they stay the same without being sent. That needs every worker to get every mean once: it is for
-synchronous training in which all pushes count.
+As in MXNet's KVStore with ``update_on_kvstore=False``, a worker pulls the mean of the pushes and
+applies it with its own optimizer. All workers begin with the same values and apply the same means,
+so they stay equal without sending parameters. Every worker must get every mean exactly once, so
+this requires synchronous training in which all pushes count.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def _keep(mean: Any, state: Any, values: Any = None) -> Any:
 
 
 MEANS = optax.GradientTransformation(_begin, _keep)
-"""What servers run then: values stay, and the state is the last mean; at first it is the values."""
+"""The servers' optimizer in this mode: values stay, and the state is the last mean (at first, the
+values)."""
 
 
 def check_update_on(
@@ -39,16 +40,17 @@ def check_update_on(
     optimizer: optax.GradientTransformation | None,
     **others: object,
 ) -> None:
-    """Refuse updates in the workers where they would not stay the same.
+    """Refuse updates on the workers if the workers would not stay equal.
 
     Args:
         update_on: "server" or "worker".
-        rule: how far workers may be apart.
-        optimizer: that is to run.
-        others: what needs the parameters on the servers during the run; anything true is refused.
+        rule: how far apart workers may be.
+        optimizer: the optimizer to run.
+        others: options that need the parameters on the servers during the run; a true value is
+            refused.
 
     Raises:
-        RequestError: an unknown name, or updates in workers that may miss some.
+        RequestError: an unknown name, or updates on workers that may miss some.
     """
     if update_on not in UPDATE_ON:
         raise RequestError(f"update_on={update_on!r}: expected 'server' or 'worker'")
@@ -74,8 +76,8 @@ class Replica:
     """A worker's own parameters and optimizer state.
 
     Args:
-        optimizer: applied to every mean; it may look at whole arrays.
-        options: of the compiler.
+        optimizer: applied to every mean; it runs on whole arrays, so it need not be elementwise.
+        options: compiler options.
     """
 
     def __init__(
@@ -98,7 +100,8 @@ class Replica:
         return self.held[0] if self.alone else self.held
 
     def take(self, version: int, pulled: Any) -> Any:
-        """The parameters after what was pulled: at version 0 the first values, then means.
+        """Apply what was pulled and return the parameters: version 0 brings the first values, then
+        means.
 
         Raises:
             RequestError: a mean was missed.
@@ -119,6 +122,6 @@ class Replica:
         return self.params
 
     def _paired(self, tree: Any) -> Any:
-        """With a second array where there is but one and servers could have run the optimizer too:
-        the store's note on bits asks for it."""
+        """Add a second array if there is only one and servers could run the optimizer too: the
+        docstring of ``server.store`` explains how results depend on that."""
         return (tree, jnp.zeros(1)) if self.alone else tree

@@ -1,4 +1,4 @@
-"""What a worker knows of tables: which rows lie where, what may be asked, and rows it has read."""
+"""A worker's view of tables: placement of rows, checks of row ids, and a cache of rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from executor.parameter_server.server.tables import summed
 from planner.errors import RequestError
 
 Rows = dict[str, tuple[Array, Array]]
-"""For each table, numbers of its rows, and their gradients."""
+"""For each table, row numbers and the gradients of these rows."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class TableLayout:
     """Tables over servers: row r lies on server r % servers, as its row r // servers.
 
     Attributes:
-        servers: how many.
+        servers: number of servers.
         like: shape and dtype of every table, [rows, ...width].
     """
 
@@ -30,20 +30,20 @@ class TableLayout:
     like: Mapping[str, jax.ShapeDtypeStruct]
 
     def scatter(self, tables: Mapping[str, Any]) -> list[dict[str, Array]]:
-        """What every server gets of these tables."""
+        """The part of these tables for each server."""
         whole = {name: np.asarray(jax.device_get(table)) for name, table in tables.items()}
         return [{k: x[server :: self.servers] for k, x in whole.items()} for server in self._all]
 
     @property
     def about(self) -> dict[str, Any]:
-        """The tables, as JSON has them."""
+        """Dtype and shape of each table, as JSON-compatible values."""
         return {name: [str(x.dtype), list(x.shape)] for name, x in self.like.items()}
 
     def checked(self, name: str, ids: Any) -> Array:
-        """Ids of rows of a table, as [n] integers.
+        """Row ids of a table, as [n] integers.
 
         Raises:
-            RequestError: an unknown table, or something else than ids of its rows.
+            RequestError: the table is unknown, or the ids are not ids of its rows.
         """
         if name not in self.like:
             raise RequestError(
@@ -63,22 +63,22 @@ class TableLayout:
         return array.astype(np.int64)
 
     def empty(self, name: str, n: int) -> Array:
-        """Room for n rows of a table."""
+        """An uninitialized array for n rows of a table."""
         return np.empty((n, *self.like[name].shape[1:]), self.like[name].dtype)
 
     def split(self, ids: Array) -> list[tuple[Array, Array]]:
-        """For every server, which of these ids are its own (positions), and its numbers of them."""
+        """For every server, the positions of its ids among these, and its row numbers for them."""
         owners = ids % self.servers
         positions = [np.flatnonzero(owners == server) for server in self._all]
         return [(at, ids[at] // self.servers) for at in positions]
 
     def push(self, rows: Mapping[str, Any]) -> tuple[Rows, list[Rows]]:
-        """What is pushed: every row once, and what each server gets of it.
+        """The gradients to push, summed per row, and each server's part of them.
 
-        Every server gets every table that is named, though it may hold none of the rows.
+        Every server gets every table that is named, even if it holds none of the rows.
 
         Raises:
-            RequestError: ids or gradients that do not fit the table; names it.
+            RequestError: ids or gradients do not fit the table; names the table.
         """
         sums: Rows = {}
         parts: list[Rows] = [{} for _ in self._all]
@@ -108,7 +108,7 @@ class TableLayout:
     def merge(
         self, ids: Mapping[str, Array], parts: Sequence[Mapping[str, Array]]
     ) -> dict[str, Array]:
-        """The rows with these ids, from what each server gave of them."""
+        """The rows with these ids, from each server's part of them."""
         rows = {}
         for name, wanted in ids.items():
             rows[name] = self.empty(name, len(wanted))
@@ -125,12 +125,13 @@ def table_layout(tables: Mapping[str, Any], servers: int, *, added: bool) -> Tab
     """Spread tables over servers.
 
     Args:
-        tables: [rows, ...width] arrays or ShapeDtypeStructs, by name.
-        servers: how many.
-        added: what is pushed is added by NumPy; else JAX computes the updates.
+        tables: arrays or ShapeDtypeStructs [rows, ...width], by table name.
+        servers: number of servers.
+        added: whether NumPy adds what is pushed; else JAX computes the updates.
 
     Raises:
-        RequestError: a table without rows, that is no array of numbers, or that JAX would cut.
+        RequestError: a table has no rows, is not an array of numbers, or has a dtype that JAX would
+            truncate.
     """
     like = {}
     for name, table in checked_tables(tables, "tables", "[rows, ...] arrays").items():
@@ -147,7 +148,7 @@ def table_layout(tables: Mapping[str, Any], servers: int, *, added: bool) -> Tab
 
 
 def checked_tables(given: Any, what: str, values: str) -> Mapping[str, Any]:
-    """What is given for tables; raises RequestError if it is no dict."""
+    """Return the argument for tables; raises RequestError if it is not a mapping."""
     if not isinstance(given, Mapping):
         raise RequestError(
             f"{what}: got {type(given).__name__}, expected a dict of {values} by name of the table"
@@ -156,7 +157,7 @@ def checked_tables(given: Any, what: str, values: str) -> Mapping[str, Any]:
 
 
 class RowCache:
-    """Rows that a worker has read, for as many of its own pushes as it allows.
+    """Caches rows that a worker has read, for a limited number of its pushes.
 
     Args:
         clocks: a row that was read at clock c may be used until clock c + clocks.
@@ -173,7 +174,7 @@ class RowCache:
         read: Callable[[Mapping[str, Array]], Mapping[str, Array]],
         empty: Callable[[str, int], Array],
     ) -> dict[str, Array]:
-        """Rows of tables, ids once each, in order; those that are not here are read and kept."""
+        """Rows of tables by unique, sorted ids; rows that are not cached are read and cached."""
         here = {name: self.take(name, wanted, now) for name, wanted in ids.items()}
         missing = {name: wanted[~here[name][0]] for name, wanted in ids.items()}
         got = read(missing) if any(map(len, missing.values())) else {}
@@ -188,7 +189,7 @@ class RowCache:
         return rows
 
     def take(self, name: str, ids: Array, now: int) -> tuple[Array, Any]:
-        """Which of these ids (once each, in order) are here, [n] bool, and their rows."""
+        """Which of these unique, sorted ids are cached, [n] bool, and their rows."""
         if name not in self._held:
             self.misses += len(ids)
             return np.zeros(len(ids), bool), 0
@@ -201,7 +202,7 @@ class RowCache:
         return here, rows[at[here]]
 
     def put(self, name: str, ids: Array, rows: Array, now: int) -> None:
-        """Keep rows that were read; none of them is here."""
+        """Cache rows that were read; none of them is cached yet."""
         times = np.full(len(ids), now)
         if name in self._held:
             held = self._held[name]
@@ -211,7 +212,8 @@ class RowCache:
         self._held[name] = (ids[order], rows[order], times[order])
 
     def pushed(self, rows: Rows, added: bool) -> None:
-        """This worker has pushed these, which its servers add to the rows, or not just that."""
+        """Update the cache after a push of this worker; ``added``: the servers add it and do
+        nothing else."""
         for name, (ids, changes) in rows.items():
             if added:
                 self.add(name, ids, changes)
@@ -219,14 +221,14 @@ class RowCache:
                 self.drop(name, ids)
 
     def add(self, name: str, ids: Array, changes: Array) -> None:
-        """What this worker pushed was added to the rows: add it to those that are here."""
+        """Add a push of this worker to the cached rows, as the servers do."""
         if name in self._held:
             held, rows, _ = self._held[name]
             here = np.isin(ids, held, assume_unique=True)
             rows[np.searchsorted(held, ids[here])] += changes[here]
 
     def drop(self, name: str, ids: Array) -> None:
-        """These rows have changed, who knows how."""
+        """Drop rows from the cache: the servers changed them in an unknown way."""
         if name in self._held:
             self._keep(name, ~np.isin(self._held[name][0], ids))
 

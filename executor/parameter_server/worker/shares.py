@@ -1,4 +1,4 @@
-"""Which items a worker takes, one after the other: its fixed share, or what a queue gives it."""
+"""Which items a worker takes, one after the other: a fixed share, or items from a queue."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _order(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
 
 
 def index_at(place: int, count: int, seed: int | None) -> int:
-    """Which item is at a place in the order of all epochs."""
+    """The item at a place in the order of all epochs."""
     epoch, within = divmod(place, count)
     return within if seed is None else int(_order(count, seed, epoch)[within])
 
@@ -38,14 +38,14 @@ def index_at(place: int, count: int, seed: int | None) -> int:
 def fixed(
     count: int, rank: int, workers: int, *, policy: str, epochs: int, seed: int | None
 ) -> Iterator[int]:
-    """The items of one worker: in each epoch those whose place % workers is its rank."""
+    """The items of one worker: in each epoch those whose place % workers equals its rank."""
     each = {
         "leave": count,
         "pad": -(-count // workers) * workers,
         "drop": count // workers * workers,
     }
     for epoch in range(epochs):
-        # held while it is used: threads may be in more epochs than _order keeps
+        # a reference: threads may be in more epochs than the cache of _order holds
         order = None if seed is None else _order(count, seed, epoch)
         for place in range(rank, each[policy], workers):
             item = place % count
@@ -55,10 +55,10 @@ def fixed(
 def check_shares(
     count: int, workers: int, *, how: str, policy: str, epochs: int, seed: int | None
 ) -> None:
-    """Refuse what makes no sense.
+    """Refuse invalid arguments.
 
     Raises:
-        RequestError: says what.
+        RequestError: an argument is invalid; says which.
     """
     if how not in HOW or policy not in POLICIES:
         raise RequestError(
@@ -98,15 +98,15 @@ def queued(
     """The items that a queue gives to a worker.
 
     Args:
-        wanted: of which queue.
-        take: asks the queue, with the place that is finished.
-        away, join: while others have the last items this worker is away, so that in synchronous
-            training they do not wait for its pushes.
-        give_back: who breaks off within an item leaves it to others.
-        wait_s: deadline, in seconds, from the last change of who has what.
+        wanted: the request for items.
+        take: takes the next place from the queue, given the finished place.
+        away, join: mark this worker as away while others have the last items, so that synchronous
+            training does not wait for its pushes.
+        give_back: returns the current item to the queue if the loop ends within it.
+        wait_s: deadline, in seconds, since the items of other workers last changed.
 
     Raises:
-        WaitError: says who has which item.
+        WaitError: the deadline passed; says which worker has which item.
     """
     place = None
     while True:
@@ -139,14 +139,14 @@ def queued(
 
 
 class Shares:
-    """What one worker takes.
+    """The shares of one worker.
 
     Args:
-        calls: of the worker.
-        workers: how many there are.
-        settle: waits for what the worker has under way; a queue is asked after that.
+        calls: the worker's calls to the servers.
+        workers: number of workers.
+        settle: waits for the worker's pending calls; runs before each request to a queue.
         wait_s: deadline of every wait, in seconds.
-        one: held while the queue is asked; a thread may do that beside the loop.
+        one: lock, held during a request to a queue, which may come from a thread beside the loop.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class Shares:
     def of(
         self, count: int, *, how: str, policy: str, epochs: int, seed: int | None
     ) -> Iterator[int]:
-        """The items of the next share, of ``count``; see ``ParameterServer.shares``."""
+        """The items of the next share, out of ``count``; see ``ParameterServer.shares``."""
         check_shares(count, self._workers, how=how, policy=policy, epochs=epochs, seed=seed)
         whole = None if seed is None else int(seed)
         settings: dict[str, Any] = {"epochs": int(epochs), "seed": whole}

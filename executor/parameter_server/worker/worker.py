@@ -1,4 +1,4 @@
-"""What a worker sees: the parameters as a pytree, pulled and pushed."""
+"""The parameter server as a worker sees it: parameters as a pytree, pulled and pushed."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ from planner.errors import RequestError
 class ParameterServer:
     """The parameters of a job, as one of its workers sees them.
 
-    A loop may use it from several threads: of the calls that push or pull, one is under way at a
-    time, and ``barrier`` is for one of them.
+    Several threads of a loop may use it: pushes and pulls run one at a time. Only one thread may
+    call ``barrier``.
 
     Args:
-        links: to the servers.
-        rank: of this worker.
-        num_workers: how many there are.
-        rule, optimizer: what the servers do.
-        update_on: where the optimizer runs: "server", or "worker", on what the servers average.
+        links: connections to the servers.
+        rank: rank of this worker.
+        num_workers: number of workers.
+        rule, optimizer: what the servers run.
+        update_on: where the optimizer runs: "server", or "worker", on the averages of the servers.
         wait_s: deadline of every wait, in seconds.
-        pull_dtype: floating-point values travel rounded to it, "bfloat16"; the servers' are not
-            rounded, and what is pulled has their dtype. None sends them as they are.
+        pull_dtype: dtype that floating-point values are rounded to for transfer, "bfloat16"; the
+            servers' values are not rounded, and pulled values have their dtype. None: no rounding.
         split_bytes, partition: as for ``layout_of``.
-        compress: gradients travel as "bf16", "int8" or "2bit", with error feedback; None: as they
-            are.
-        on_lost: what becomes of the job when a worker is lost, as for ``train``.
-        row_cache: rows of tables are taken from memory for this many of this worker's pushes after
-            they were read, with what it pushed itself in them; 0 reads always.
+        compress: gradients travel as "bf16", "int8" or "2bit", with error feedback; None:
+            unchanged.
+        on_lost: what happens to the job when a worker is lost, as for ``train``.
+        row_cache: number of this worker's pushes for which rows of tables are cached after they
+            were read; the worker's own pushes are applied to them. 0: no cache.
 
     Raises:
         RequestError: an unknown ``pull_dtype``.
@@ -94,7 +94,7 @@ class ParameterServer:
 
     @property
     def host(self) -> str:
-        """Where other workers reach this one's host.
+        """The address at which other workers reach this worker's host.
 
         Raises:
             RequestError: the workers are threads of one process.
@@ -103,8 +103,8 @@ class ParameterServer:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this is worker 0, who gives the first values; and saves and shows, where one
-        worker is to do it for all."""
+        """Whether this is worker 0, which provides the first values, and saves and reports where
+        one worker does so for all."""
         return self.rank == 0
 
     @property
@@ -124,36 +124,35 @@ class ParameterServer:
 
     @property
     def version(self) -> int:
-        """Updates that were in what was read last; the least of all servers."""
+        """Number of updates in the values that were read last; the minimum over all servers."""
         return self._exchange.version
 
     @property
     def cache_hits(self) -> int:
-        """Rows that were taken from the cache."""
+        """Number of rows that were taken from the cache."""
         return self._cache.hits if self._cache else 0
 
     @property
     def cache_misses(self) -> int:
-        """Rows that were not in the cache, with one."""
+        """Number of rows that were not in the cache; 0 without a cache."""
         return self._cache.misses if self._cache else 0
 
     @one_at_a_time
     def init(self, params: Any, tables: Mapping[str, Any] | None = None) -> Any:
-        """Say what the parameters are; the chief's (worker 0's) values are the first.
+        """Define the parameters; the values of the chief (worker 0) are the first.
 
         Args:
             params: a pytree, pulled as a whole; may be empty.
-            tables: arrays [rows, ...width] by name, pulled by row. Of workers that are not the
-                chief, shapes and dtypes (ShapeDtypeStructs) will do.
+            tables: arrays [rows, ...width] by table name, pulled by row. On workers other than the
+                chief, ShapeDtypeStructs suffice.
 
         Returns:
-            The values of ``params`` that the servers have: the chief's, or those of a run that goes
-            on.
+            The values of ``params`` on the servers: the chief's, or those of a resumed run.
 
         Raises:
-            RequestError: the parameters are not those of worker 0, or of what the job goes on from;
-                the optimizer looks at names or shapes of arrays, which servers do not have; or it
-                was called before.
+            RequestError: the parameters differ from those of worker 0 or of the resumed run; the
+                optimizer depends on names or shapes of arrays, which servers do not have; or
+                ``init`` was called before.
             WaitError: the chief did not call it in time.
         """
         if self._begun:
@@ -184,51 +183,53 @@ class ParameterServer:
 
     @property
     def clock(self) -> int:
-        """How many pushes of this worker's rank count; more than 0 at first where a worker is
-        started again or a job goes on: a loop begins there."""
+        """Number of pushes of this worker's rank that count. A restarted worker or a resumed job
+        begins above 0; its loop starts there."""
         return self._calls.number
 
     @one_at_a_time
     def pull(self) -> Any:
         """The parameters, as soon as this worker may read them: NumPy arrays, read-only.
 
-        They may lie in memory that is shared with other processes, and keep it from being used
-        again: copy what is kept for many steps.
+        They may lie in memory that is shared with other processes and can't be reused while they
+        exist: copy arrays that you keep for many steps.
 
         Raises:
-            WaitError: it might not in time; names the workers that are behind.
+            WaitError: this worker may not read them in time; names the workers that are behind.
         """
         return self._exchange.pull()
 
     @one_at_a_time
     def pull_rows(self, rows: Mapping[str, Any]) -> dict[str, Array]:
-        """Rows of tables, as soon as this worker may read them: NumPy arrays of its own.
+        """Rows of tables, as soon as this worker may read them: new NumPy arrays.
 
-        With a cache, rows may be as old as it allows; when all are there, nobody is waited for.
+        With a cache, rows may be as old as the cache allows; if all rows are cached, it does not
+        wait.
 
         Args:
-            rows: for each table, ids [n] in any order; they may repeat.
+            rows: for each table, row ids [n] in any order; they may repeat.
 
         Returns:
-            For each table, [n, ...width].
+            For each table, rows [n, ...width].
 
         Raises:
-            RequestError: an unknown table, or ids that it has not.
+            RequestError: an unknown table, or ids that the table does not have.
             WaitError: as for ``pull``.
         """
         return self._exchange.pull_rows(rows)
 
     @one_at_a_time
     def push(self, gradients: Any = None, rows: Mapping[str, Any] | None = None) -> bool:
-        """Send gradients (or, without an optimizer on the servers, what is to be added).
+        """Send gradients (or, without an optimizer on the servers, values to add).
 
         Args:
-            gradients: a pytree of the form of the parameters; None leaves those as they are.
-            rows: for each table, ids [n] and gradients [n, ...width]; those of an id that repeats
-                are summed. Rows that are not named stay as they are.
+            gradients: a pytree of the structure of the parameters; None leaves the parameters
+                unchanged.
+            rows: for each table, ids [n] and gradients [n, ...width]; gradients of a repeated id
+                are summed. Rows that are not named stay unchanged.
 
         Returns:
-            Whether all servers took it; the rule may leave out what comes late.
+            Whether all servers accepted the push; the rule may leave out late ones.
         """
         return self._exchange.push(gradients, rows)
 
@@ -240,20 +241,20 @@ class ParameterServer:
 
         Args:
             gradients, rows: as for ``push``.
-            overlap: do not wait: send, and return what the call before this one asked for, while
-                the answer travels. The first returns the values as they are. Gradients are then of
-                values that miss this worker's last push, a lag of one more.
+            overlap: do not wait: send the push and return the result of the previous call, while
+                the answer is in transit. The first call returns the current values. Gradients then
+                belong to values without this worker's last push, which adds one to the lag.
 
         Raises:
             RequestError: ``overlap`` where the rule allows no lag.
-            WaitError: as for ``pull``; with ``overlap``, maybe of the call before.
+            WaitError: as for ``pull``; with ``overlap``, possibly that of the previous call.
         """
         if overlap:
             return self._exchange.overlapped(gradients, rows)
         return self._exchange.push_pull(gradients, rows)
 
     def settle(self) -> None:
-        """Wait for what ``push_pull(overlap=True)`` has sent; every other call does so first.
+        """Wait for the pending ``push_pull(overlap=True)``; every other call does so first.
 
         Raises:
             WaitError: as for ``pull``.
@@ -261,8 +262,8 @@ class ParameterServer:
         self._exchange.settle()
 
     def leave(self) -> None:
-        """Say that this worker has finished; the others no longer wait for it, nor it for a thread
-        of its own that is still in a call."""
+        """Announce that this worker has finished. Other workers no longer wait for it, and it does
+        not wait for one of its threads that is still in a call."""
         try:
             if self.one.acquire(blocking=False):
                 try:
@@ -274,29 +275,29 @@ class ParameterServer:
 
     @property
     def leaving(self) -> list[tuple[int, int | None]]:
-        """What every server is told at the end: this rank, and its last push that arrived."""
+        """The final message to each server: this rank, and its last push that arrived."""
         return self._calls.leaving
 
     def barrier(self) -> None:
-        """Wait until every worker that is there has come here.
+        """Wait until every active worker has reached the barrier.
 
         Raises:
-            WaitError: some did not in time; names them.
+            WaitError: some workers did not in time; names them.
         """
         self.settle()
         self._calls.barrier()
 
     def meet(self, text: str | None) -> str:
-        """Hear what worker 0 says, which alone has a ``text``; one in a job.
+        """Return the text of worker 0, the only worker that passes one; a job has one text.
 
         Raises:
-            RequestError: worker 0 has said something else.
-            WaitError: it said nothing in time.
+            RequestError: worker 0 has passed another text before.
+            WaitError: worker 0 passed none in time.
         """
         return self._calls.meet(text)
 
     def members(self) -> tuple[int, ...]:
-        """The ranks of the workers that are there."""
+        """The ranks of the active workers."""
         ranks: Sequence[int] = self._calls.all("members")[0]
         return tuple(ranks)
 
@@ -312,20 +313,21 @@ class ParameterServer:
         """This worker's items, one after the other.
 
         Args:
-            items: file names, ranges of rows, what you like; the same on every worker, in the same
-                order. Only their places travel.
-            how: "fixed", those whose place % num_workers is this rank; or "queue", one at a time
-                from a queue on server 0, where an item is finished when its worker asks for the
-                next, and what a lost worker had goes to another.
-            policy: of "fixed": "leave", some workers have one more; "pad", all have as many, and
-                the first items come twice; "drop", all have as many, and the last are left out.
-            epochs: how often.
-            seed: shuffles each epoch in another order; None keeps that of the items.
+            items: file names, ranges of rows or anything else; the same on every worker, in the
+                same order. Only their places travel.
+            how: "fixed", items whose place % num_workers equals this rank; or "queue", one at a
+                time from a queue on server 0, where an item is finished when its worker takes the
+                next one, and the item of a lost worker goes to another.
+            policy: for "fixed": "leave", some workers have one item more; "pad", all have the same
+                number, and the first items come twice; "drop", all have the same number, and the
+                last items are left out.
+            epochs: number of epochs.
+            seed: shuffles each epoch in another order; None keeps the order of the items.
 
         Raises:
-            RequestError: arguments that make no sense, or other items than another worker's.
-            WaitError: the last items of a queue are held by others, and nothing changed in
-                ``wait_s``; says who holds which.
+            RequestError: the arguments are invalid, or the items differ from another worker's.
+            WaitError: other workers have the last items of a queue, and nothing changed in
+                ``wait_s``; says which worker has which item.
         """
         if not hasattr(items, "__getitem__") or not hasattr(items, "__len__"):
             raise RequestError(

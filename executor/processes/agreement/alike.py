@@ -1,8 +1,8 @@
-"""Whether all processes of a job do the same: their settings, program, state and data.
+"""Checks that all processes of a job run alike: their settings, program, state and data.
 
-A program over several processes is one program only if each process runs it alike. What differs
-trains to wrong numbers, or waits for ever, so it is compared first: hashes go to process 0, which
-answers who differs and in what, and all processes raise the same error.
+A program over several processes is one program only if each process runs it alike. Differences lead
+to wrong numbers or to a hang, so they are checked first: hashes go to process 0, which answers
+which processes differ and in what, and all processes raise the same error.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from planner.graph.trace import abstract
 
 Parts = Mapping[str, Sequence[Fingerprint]]
 MOST = 3
-"""Differences of one process that are named."""
+"""Maximum number of differences named for one process."""
 NAMED = 8
-"""Differences of all processes that are named."""
+"""Maximum number of differences named for all processes."""
 ADVICE = {
     "settings": "start every process with the same packages, settings, variables and devices",
     "program": "run the same script with the same arguments everywhere; what a process draws or "
@@ -38,15 +38,16 @@ _settings_compared = False
 
 
 def compare_parts(name: str, parts: Parts) -> None:
-    """Compare parts, each a list of things in order, between all processes.
+    """Compare parts, each an ordered list of entries, between all processes.
 
     Args:
-        name: what this process is about to do, for a process that is about to do something else.
-        parts: by name. An entry without a value is not compared.
+        name: what this process is about to do; an error names it if other processes do something
+            else.
+        parts: the lists by part name. An entry without a value is not compared.
 
     Raises:
         ProcessMismatchError: in all processes; names up to MOST differences of each process.
-        HostError: a process did not come.
+        HostError: a process did not arrive.
     """
     if jax.process_count() == 1:
         return
@@ -58,7 +59,7 @@ def compare_parts(name: str, parts: Parts) -> None:
     if not meet(name, totals, _differences):
         return
     where = meet(f"{name}, compared", hashes, _differences)
-    if not where:  # one process has parts that another has not, as those of a stage
+    if not where:  # one process has parts that another lacks, such as those of a stage
         return
     texts = {
         part: {k: parts[part][int(k)].text if int(k) < len(parts[part]) else "nothing" for k in ks}
@@ -78,7 +79,7 @@ Differences = list[tuple[str, int, int, int]]
 
 
 def _differences(reports: list[dict[str, list[str]]]) -> Differences:
-    """Whose entries differ from those of most processes (of the first, among equally many)."""
+    """Entries that differ from those of most processes (on a tie, from the first's)."""
     differences: Differences = []
     for part in reports[0]:
         lists = [values.get(part, []) for values in reports]
@@ -115,10 +116,10 @@ def _named(where: Differences, reports: list[dict[str, Any]]) -> str:
 
 
 def compare_settings() -> None:
-    """Compare versions, settings and devices, once in a job.
+    """Compare versions, settings and devices, once per job.
 
     Raises:
-        ProcessMismatchError: as ``compare_parts``.
+        ProcessMismatchError: as for ``compare_parts``.
     """
     global _settings_compared
     if jax.process_count() > 1 and not _settings_compared:
@@ -134,7 +135,7 @@ def compare_program(function: Callable[..., Any], args: Sequence[Any]) -> None:
         args: its arguments, arrays or ShapeDtypeStructs.
 
     Raises:
-        ProcessMismatchError: as ``compare_parts``.
+        ProcessMismatchError: as for ``compare_parts``.
     """
     if jax.process_count() == 1:
         return
@@ -142,20 +143,20 @@ def compare_program(function: Callable[..., Any], args: Sequence[Any]) -> None:
     name = getattr(function, "__name__", "the step")
     try:
         jaxpr, _ = compat.make_jaxpr(function, abstract(args))
-    except Exception:  # planning traces again, and says what is wrong
+    except Exception:  # planning traces again and reports the error
         return
     compare_parts(f"planning {name}", {"program": program(jaxpr)})
 
 
 def compare_arguments(name: str, args: Any, shardings: Any, whole: Callable[[int], bool]) -> None:
-    """Compare what a step is given first, before it is put on the devices.
+    """Compare the first arguments of a step, before they are put on the devices.
 
     Args:
-        name: of the step.
+        name: name of the step.
         args, shardings, whole: as for ``fingerprints.arguments``.
 
     Raises:
-        ProcessMismatchError: as ``compare_parts``.
+        ProcessMismatchError: as for ``compare_parts``.
     """
     if jax.process_count() > 1:
         compare_parts(f"first call of {name}", {"state": arguments(args, shardings, whole)})

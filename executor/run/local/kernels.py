@@ -1,8 +1,8 @@
-"""Kernels of the user's on shards: ``shard_map`` of the same kernel with a shorter grid.
+"""The user's kernels on shards: ``shard_map`` of the same kernel with a shorter grid.
 
-XLA knows nothing of a kernel and would gather its operands. Where the plan splits one, each device
-runs it on its own shard. So it does with transforms, selections and decompositions (``ALONE``),
-whose batches compilers gather.
+XLA can't partition a kernel and would gather its operands. Where the plan splits a kernel, each
+device runs it on its own shard. The same applies to transforms, selections and decompositions
+(``ALONE``), whose batches compilers gather.
 """
 
 from __future__ import annotations
@@ -27,15 +27,14 @@ from planner.rules.sources.fallback import ALONE
 
 @dataclass(frozen=True)
 class OnShards:
-    """How a kernel is split: the shardings of its operands and results, and which results nobody
-    reads."""
+    """How a kernel is split: the shardings of its operands and results, and its unused results."""
 
     ins: tuple[Spec, ...]
     outs: tuple[Spec, ...]
     unused: frozenset[int]
 
     def run(self, eqn: Any, ins: Sequence[Any], mesh: Any) -> list[Any]:
-        """The kernel's results; all mesh axes are manual."""
+        """Run the kernel and return its results; all mesh axes are manual."""
         outs = [compat.aval_shape(v.aval) for v in eqn.outvars]
         rule = registered(eqn)
         if rule is not None:
@@ -65,7 +64,8 @@ def _local(shape: Sequence[int], spec: Spec, mesh: Any) -> tuple[int, ...]:
 
 
 def _solved(eqn: EqnKey, split: Spec) -> OnShards | None:
-    """How a triangular solve is split whose right-hand side is; the matrix has its batch alone."""
+    """How to split a triangular solve whose right-hand side is split; the matrix is split along its
+    batch dimensions only."""
     if not any(split):
         return None
     batch = len(split) - 2
@@ -73,8 +73,8 @@ def _solved(eqn: EqnKey, split: Spec) -> OnShards | None:
 
 
 def _alone(eqn: EqnKey, split: Spec) -> OnShards | None:
-    """How an operation of ``ALONE`` is split whose first operand is; None where it is whole, or
-    another operand or a result lacks the dimension."""
+    """How to split an operation of ``ALONE`` whose first operand is split; None if that operand is
+    not split, or if another operand or a result lacks a split dimension."""
     wanted = {d for d, entry in enumerate(split) if entry}
     first = eqn.in_shapes[0]
     shapes = (*eqn.in_shapes, *eqn.out_shapes)
@@ -95,7 +95,8 @@ def kernels_on_shards(
     Args:
         traced: the step.
         known: the plan's constraints by operation, slot and position.
-        spell: a constraint in the axes of the jax mesh, for a number of dimensions.
+        spell: from a constraint and a number of dimensions to a sharding in the axes of the jax
+            mesh.
     """
     kernels = {}
     for op in traced.graph.ops:

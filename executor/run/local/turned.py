@@ -1,10 +1,10 @@
 """Products beside transposes: the transpose is moved to the smallest of the product's arrays.
 
 XLA:GPU multiplies matrices. Where a product has several free dimensions, a transpose of its result
-(or of an operand) is a kernel of its own that reads and writes the whole array, and arrays that a
-loop stacks are turned again as a whole between the loops. The scores of grouped-query attention are
-such a result, and their gradients such an operand: hundreds of times larger than the queries, whose
-dimensions can be put in order instead.
+(or of an operand) is a separate kernel that reads and writes the whole array, and arrays that a
+loop stacks are transposed again as a whole between the loops. The scores of grouped-query attention
+are such a result, and their gradients such an operand: hundreds of times larger than the queries,
+whose dimensions can be reordered instead.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ Numbers = tuple[tuple[Order, Order], tuple[Order, Order]]
 """Contracting and batch dimensions of a product's operands."""
 
 WORTH = 2
-"""The array that is no longer transposed has this many times the elements of each that may be."""
+"""How many times more elements the array that is no longer transposed must have than each array
+that may be transposed instead."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,11 @@ class Turned:
 
     Attributes:
         numbers: the dimension numbers of the product that is computed.
-        firsts: per operand, how it is transposed first; empty: it is not.
+        firsts: per operand, the permutation that is applied to it first; empty: none.
         swapped: whether the second operand comes first.
-        last: how the result is transposed; empty: it is not.
-        transpose: the operation that turns the result, which is then done; -1: none.
-        operand: the operand that is taken as it is before a transpose; -1: none.
+        last: the permutation that is applied to the result; empty: none.
+        transpose: the operation that transposes the result, which is then already done; -1: none.
+        operand: the operand that is read as it is before a transpose; -1: none.
         order: the permutation of that transpose.
     """
 
@@ -53,8 +54,8 @@ class Turned:
     order: Order = ()
 
     def places(self, op: int) -> Iterator[tuple[Place, Order]]:
-        """Places whose shardings are permuted for product ``op``, and how: per dimension of the
-        array that is there now, the one of the array that the plan means."""
+        """Places whose shardings are permuted for product ``op``, and how: for each dimension of
+        the array that is computed, the dimension of the array in the plan."""
         if self.transpose >= 0:
             yield from (((op, slot, 0), self.order) for slot in RESULTS)
             yield from (((self.transpose, slot, 0), self.order) for slot in ("from", "in"))
@@ -70,8 +71,8 @@ def turned_products(
 
     Args:
         traced: the step.
-        held: places with a sharding; a transpose of an operand has none.
-        apart: operations that stay what they are.
+        held: places with a sharding; a transpose of an operand must have none.
+        apart: operations that stay unchanged.
     """
     graph, eqns, bodies = traced.graph, traced.eqns, traced.bodies
     products: dict[int, Turned] = {}
@@ -103,8 +104,8 @@ def turned_products(
 
 
 def of_result(product: Any, order: Order, transpose: int = -1) -> Turned | None:
-    """A product that makes the array that a transpose of its result would be; None where that does
-    not pay, or can't be."""
+    """A product that computes the transposed result directly; None if that does not pay, or is
+    impossible."""
     shapes = [a.shape for a in product.in_avals]
     if math.prod(product.out_avals[0].shape) < WORTH * max(map(math.prod, shapes)):
         return None
@@ -136,16 +137,16 @@ def of_result(product: Any, order: Order, transpose: int = -1) -> Turned | None:
 
 
 def of_operand(product: Any, operand: int, order: Order = ()) -> Turned | None:
-    """A product that takes a large operand as it lies in memory: as it is before a transpose
-    ``order``, and on the side where XLA:CPU has what batches of products sum (the last dimensions
-    of the first operand, the first of the second). None where that does not pay."""
+    """A product that reads a large operand as it lies in memory: as it is before a transpose
+    ``order``, and on the side where XLA:CPU has the dimensions that batched products sum (the last
+    dimensions of the first operand, the first of the second). None if that does not pay."""
     shapes = [a.shape for a in product.in_avals]
     others = math.prod(shapes[1 - operand]), math.prod(product.out_avals[0].shape)
     if math.prod(shapes[operand]) < WORTH * max(others):
         return None
     numbers, place = product.params["dimension_numbers"], order or range(len(shapes[operand]))
     free = _free(numbers, shapes)
-    pairs = []  # what is summed, then the batch: in the order in which the operand has it
+    pairs = []  # summed dimensions, then batch dimensions, in the operand's order
     for dims in numbers:
         dim_pairs = sorted(zip((place[d] for d in dims[operand]), dims[1 - operand], strict=True))
         pairs.append((tuple(d for d, _ in dim_pairs), tuple(d for _, d in dim_pairs)))
@@ -178,12 +179,12 @@ def of_operand(product: Any, operand: int, order: Order = ()) -> Turned | None:
 
 
 def _plain(product: Any) -> bool:
-    """Whether a product leaves the sharding of its result to others."""
+    """Whether a product does not fix the sharding of its result."""
     return product is not None and product.params.get("out_sharding") is None
 
 
 def _free(numbers: Numbers, shapes: Sequence[tuple[int, ...]]) -> list[list[int]]:
-    """Per operand, the dimensions that it alone has."""
+    """Per operand, its free dimensions: neither contracted nor batch."""
     sums, batch = numbers
     return [
         [d for d in range(len(shape)) if d not in (*sums[k], *batch[k])]
@@ -192,7 +193,7 @@ def _free(numbers: Numbers, shapes: Sequence[tuple[int, ...]]) -> list[list[int]
 
 
 def multiplied(eqn: Any, ins: Sequence[Any], how: Turned) -> Any:
-    """The product of ``ins``, of which that at ``how.operand`` is not transposed."""
+    """The product of ``ins``, where the operand at ``how.operand`` is not transposed."""
     firsts = zip(ins, how.firsts, strict=True)
     ins = [jax.lax.transpose(x, order) if order else x for x, order in firsts]
     ins = ins[::-1] if how.swapped else ins
@@ -204,7 +205,7 @@ def multiplied(eqn: Any, ins: Sequence[Any], how: Turned) -> Any:
 def permuted(
     specs: Mapping[Place, tuple[Any, ...]], products: Mapping[int, Turned]
 ) -> dict[Place, tuple[Any, ...]]:
-    """Shardings by place, one entry per dimension, for the arrays that are there now."""
+    """Shardings by place, one entry per dimension, permuted for the arrays that are computed."""
     out = dict(specs)
     for op, how in products.items():
         for place, order in how.places(op):

@@ -1,1 +1,1 @@
-"""A plan whose stages are programs of their own, run from the host."""
+"""A plan whose stages are separate programs, run from the host."""

@@ -1,4 +1,4 @@
-"""A step that runs under a plan whose stages are programs of their own."""
+"""A step that runs under a plan whose stages are separate programs."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from planner.stages.programs.layered import order_of
 
 
 class StagedStep(CompiledStep):
-    """As ``CompiledStep``; runs many programs from the host, in one process or several.
+    """Like ``CompiledStep``, but runs many programs from the host, in one process or several.
 
     Raises (at the call):
-        RequestError: a call inside of another transformation, or an argument on devices of several
-            processes other than those where the plan wants it.
+        RequestError: the call is inside another transformation, or an argument is on devices of
+            several processes other than those where the plan wants it.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class StagedStep(CompiledStep):
         return list(map(placed, leaves, shardings, paths))
 
     def _walked(self, leaves: list[Any]) -> list[Any]:
-        """Run the programs; counted where other processes wait for it."""
+        """Run the programs; counts the step if other processes take part."""
         if not self._spans:
             return self.runner(leaves)
         begin_step()
@@ -117,7 +117,7 @@ class StagedStep(CompiledStep):
 
 
 class _NoProgram:
-    """In place of a jitted function."""
+    """Stands in for a jitted function."""
 
     def __init__(self, schedule: str) -> None:
         self.schedule = schedule

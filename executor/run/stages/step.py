@@ -1,4 +1,4 @@
-"""A step whose stages are programs of their own, run in the order of a schedule."""
+"""A step whose stages are separate programs, run in the order of a schedule."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ from planner.stages.programs.homes import ALL, Made
 from planner.stages.programs.layered import Apart, taken_apart
 
 SMALL = 1 << 20
-"""Bytes up to which a result that is no state comes to all devices."""
+"""Maximum bytes of a result outside of the state that is sent to all devices."""
 
 
 class Runner:
-    """Runs a step in its programs.
+    """Runs a step as its programs.
 
     Attributes:
-        in_shardings, places: of the arguments, in order.
+        shardings: of the arguments, in order.
+        places: the devices of all stages and of each.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class Runner:
         return Pass(program, task.outs, task.sums, task.stacked, tuple(rows), tuple(others))
 
     def _spec(self, spec: Any, v: int, shape: tuple[int, ...]) -> Any:
-        """How an argument lies at its place."""
+        """How an argument is sharded at its place."""
         inner = jax.sharding.PartitionSpec(*spec.entries)
         if v not in self.apart.homes.parted or not shape:
             return inner
@@ -115,7 +116,7 @@ class Runner:
         return inner
 
     def _ahead(self, builder: Builder) -> list[Program]:
-        """Programs in front of the loop."""
+        """Programs before the loop."""
         apart = self.apart
         flat, where = apart.flat, apart.homes
         out = []
@@ -144,7 +145,7 @@ class Runner:
         return out
 
     def _behind(self, builder: Builder, final: Mapping[int, Any]) -> list[Program]:
-        """Programs behind the loop, in order."""
+        """Programs after the loop, in order."""
         apart = self.apart
         flat, where = apart.flat, apart.homes
         groups: dict[tuple[int, int], list[Made]] = {}
@@ -185,13 +186,13 @@ class Runner:
         return out
 
     def _outer_spec(self, name: Any) -> Any:
-        """How what is outside of the loop is split between places."""
+        """How a value outside of the loop is sharded between places."""
         if isinstance(name, int):
             return self.specs.get(name)
         return self.inner.get(name[1]) if name[0] in ("sum", "stack") else None
 
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
-        """The results of the step, in order, for its arguments, which are in place."""
+        """Run the step on arguments that are in place; returns its results in order."""
         apart, places = self.apart, self.places
         flat, split, where = apart.flat, apart.split, apart.homes
         values = Store(self.sender, self._outer_spec)
@@ -241,7 +242,8 @@ class Runner:
         return [self._result(values, v, j) for v, j in zip(flat.outputs, self.updates, strict=True)]
 
     def _result(self, values: Store, v: Any, j: int | None) -> Any:
-        """A result where the next step wants it; small ones that are no state everywhere."""
+        """A result where the next step wants it; small results outside of the state go to all
+        devices."""
         if not isinstance(v, int):
             return self.places.put(v.val, self.places.sharding(ALL, jax.sharding.PartitionSpec()))
         x, place = values.held[v]
@@ -254,8 +256,8 @@ class Runner:
         return self._as(x, self.places.sharding(place, values.spec(v) or spec_of(x)))
 
     def _as(self, x: Any, sharding: jax.sharding.NamedSharding) -> Any:
-        """An array on the devices that it is on, split in another way; without its parts in a
-        process that has none of them."""
+        """An array on the same devices with another sharding; in a process that has none of its
+        parts, an array without local shards."""
         if isinstance(x, jax.Array):
             return x if x.sharding == sharding else jax.device_put(x, sharding)
         return nowhere(x, sharding)
@@ -266,7 +268,7 @@ def _int(v: Any) -> bool:
 
 
 def _in_time(order: Order) -> list[Task]:
-    """The tasks of all devices in an order in which each finds what it reads."""
+    """The tasks of all devices, in an order in which the operands of each are available."""
     one = Work(1.0, 1.0, 1.0) if order.splits_weights else Work(1.0, 2.0)
     done = simulate(order, [one] * len(order.place))
     timed = [

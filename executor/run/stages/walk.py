@@ -1,7 +1,7 @@
-"""One run of a step whose stages are programs of their own.
+"""One run of a step whose stages are separate programs.
 
-Every process walks all tasks in the same order; of a stage on other processes' devices it knows the
-shapes only, and runs nothing but what brings values to or from its own.
+Every process walks all tasks in the same order. For a stage on other processes' devices it knows
+only the shapes, and runs only the programs that bring values to or from its own devices.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SpecOf = Callable[[Any], PartitionSpec | None]
 class Store:
     """Values by name, the place of each, and their copies at other places.
 
-    ``spec`` says how a value is split between places; None: as it is.
+    ``spec``: how a value is sharded between places; None: unchanged.
     """
 
     sender: Sender
@@ -35,7 +35,7 @@ class Store:
     copies: dict[Any, dict[int, Any]] = field(default_factory=dict)
 
     def at(self, names: Sequence[Any], place: int) -> list[Any]:
-        """Values at a place; those of another come over together."""
+        """Values at a place; values from the same other place are moved together."""
         missing: dict[int, list[Any]] = {}
         for name in dict.fromkeys(names):
             here = self.held[name][1]
@@ -63,13 +63,13 @@ class Store:
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """A program of a stage, and where its operands come from.
+    """A program of a stage, and the sources of its operands.
 
     Attributes:
         program: the program.
         outs, sums, stacked: see ``planner.stages.programs.split.Task``.
         rows, others: positions of operands that are rows of the batch, and of those that other
-            passes of the microbatch make; the rest does not change.
+            passes of the microbatch compute; the remaining operands do not change.
     """
 
     program: Program
@@ -82,15 +82,15 @@ class Pass:
 
 @dataclass(eq=False)
 class Shapes:
-    """Runs programs; of those on other processes' devices it finds the shapes of the results."""
+    """Runs programs; for those on other processes' devices, computes only the results' shapes."""
 
     places: Places
     known: dict[int, list[Any]] = field(default_factory=dict)
     at: Task | None = None
-    """The pass that runs now."""
+    """The current pass."""
 
     def where(self) -> str:
-        """The pass that runs now, for the word about a lost process."""
+        """The current pass as text, for the report of a lost process."""
         if self.at is None:
             return ""
         owners = ", ".join(map(str, sorted(self.places.processes(self.at.chunk))))
@@ -100,7 +100,7 @@ class Shapes:
         )
 
     def run(self, program: Program, args: Sequence[Any]) -> Sequence[Any]:
-        """The results of a program, or what stands for them."""
+        """The results of a program, or ShapeDtypeStructs in their place."""
         if self.places.mine(program.place):
             results = program.run(*args)
             if self.places.waits:
@@ -124,17 +124,17 @@ def passes(
     """Run all passes of all microbatches.
 
     Args:
-        order: (kind, stage, microbatch), such that each finds what it reads.
-        tasks: by kind and stage.
-        readers: per value, how many passes read it.
-        constant: what does not change between microbatches, and the whole batch, by its number in
-            the microbatch and the stage.
-        store: of values of microbatches, by (number, microbatch).
+        order: (kind, stage, microbatch), such that the operands of each are available.
+        tasks: the passes by kind and stage.
+        readers: per value, the number of passes that read it.
+        constant: the values that do not change between microbatches, and the whole batch, by number
+            in the microbatch and stage.
+        store: the values of microbatches, by (number, microbatch).
         shapes: runs the programs.
-        count: microbatches.
+        count: number of microbatches.
 
     Returns:
-        The sums, and by ("stack", number, microbatch) what is kept of each, with its place.
+        The sums, and by ("stack", number, microbatch) the stacked values, each with its place.
     """
     given: dict[tuple[str, int], list[Any]] = {}
     cut: dict[tuple[int, int], list[Any]] = {}

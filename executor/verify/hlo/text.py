@@ -1,11 +1,12 @@
-"""HLO text -> computations and instructions: the one reader of HLO text.
+"""HLO text -> computations and instructions: the only reader of HLO text.
 
-``jax.stages.Compiled.as_text()`` is all that JAX says publicly of a compiled module. jaxlib has a
-parser (``Compiled.runtime_executable().hlo_modules()``), but in a private module, and there an
-instruction has a name, an opcode and operands; shapes and attributes are text again (jaxlib 0.10).
+``jax.stages.Compiled.as_text()`` is JAX's only public view of a compiled module. jaxlib has a
+parser (``Compiled.runtime_executable().hlo_modules()``), but in a private module, and its
+instructions have only a name, an opcode and operands; shapes and attributes are text again (jaxlib
+0.10).
 
-An instruction is a line ``name = type opcode(operands), attribute=value, ...``. What others need of
-types and attributes are properties here; they are read when they are needed.
+An instruction is a line ``name = type opcode(operands), attribute=value, ...``. Properties parse
+the types and attributes that callers need, when they need them.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Instruction:
 
     @cached_property
     def attributes(self) -> Mapping[str, str]:
-        """Values as text, by name."""
+        """Attribute values as text, by name."""
         return _attributes(self.behind)
 
     @property
@@ -77,14 +78,14 @@ class Instruction:
 
     @property
     def number(self) -> int | None:
-        """Of an integer constant its value, of a parameter its position."""
+        """The value of an integer constant, or the position of a parameter."""
         text = self.inside.strip()
         return int(text) if text.removeprefix("-").isdecimal() else None
 
     @property
     def callees(self) -> tuple[str, ...]:
-        """Computations that it runs: bodies and branches, not conditions and ``applied``."""
-        if not _RUNS.search(self.behind):  # of most; saves reading the attributes
+        """Computations that it runs: bodies and branches, without conditions and ``applied``."""
+        if not _RUNS.search(self.behind):  # true of most; saves parsing the attributes
             return ()
         names = [self.callee(key) for key in _CALLED]
         for key in _CALLED_LISTS:
@@ -97,18 +98,19 @@ class Instruction:
 
     @property
     def applied(self) -> str:
-        """The computation of a call, or that a reduction combines two elements by, or ``""``."""
+        """The computation of a call, or the one by which a reduction combines two elements, or
+        ``""``."""
         return self.callee("to_apply")
 
     @property
     def trips(self) -> int | None:
-        """How often a loop runs, where the compiler wrote it."""
+        """How often a loop runs, if the compiler wrote it."""
         match = _TRIPS.search(self.attributes.get("backend_config", ""))
         return int(match.group(1)) if match else None
 
     @property
     def cycles(self) -> int:
-        """The compiler's estimate (TPU); 0 elsewhere, and where it wrote the largest integer."""
+        """The compiler's estimate (TPU); 0 elsewhere, and if it wrote the largest integer."""
         if "estimated_cycles" not in self.behind:
             return 0
         match = _CYCLES.search(self.attributes.get("backend_config", ""))
@@ -117,18 +119,18 @@ class Instruction:
 
     @property
     def index(self) -> int | None:
-        """Which element of a tuple it takes."""
+        """The tuple element that it takes."""
         text = self.attributes.get("index", "")
         return int(text) if text.isdecimal() else None
 
     @property
     def direction(self) -> str:
-        """Of a comparison: ``LT``, ``LE`` and so on."""
+        """The direction of a comparison: ``LT``, ``LE`` and so on."""
         return self.attributes.get("direction", "")
 
     @property
     def target(self) -> str:
-        """Of a custom call: what it calls."""
+        """The target of a custom call."""
         return self.attributes.get("custom_call_target", "").strip('"')
 
     @property
@@ -150,7 +152,7 @@ class Instruction:
 
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:
-        """Of a permute: (source, target) device numbers."""
+        """The (source, target) device numbers of a permute."""
         pairs = _PAIR.findall(self.attributes.get("source_target_pairs", ""))
         return tuple((int(a), int(b)) for a, b in pairs)
 
@@ -159,8 +161,8 @@ class Instruction:
         notations.
 
         ``{{0,1},{2,3}}``; ``[2,4]<=[4,2]T(1,0)``: the numbers from 0, in that shape, transposed, in
-        two groups of four; ``mesh['a'=2,'b'=4] {'b'}``: groups along the named axes of that mesh,
-        of which ``'b':(2)2`` is a part. ``{}`` is one group of all.
+        two groups of four; ``mesh['a'=2,'b'=4] {'b'}``: groups along the named axes of that mesh;
+        ``'b':(2)2`` is a part of an axis. ``{}`` is one group of all.
         """
         text = self.attributes.get("replica_groups", "{}")
         if text.startswith("{{"):
@@ -191,8 +193,8 @@ class Computation:
 
 @dataclass(frozen=True)
 class HloModule:
-    """A module: its computations by name, the name of the first one to run, and for how many
-    devices it was partitioned."""
+    """A module: its computations by name, the name of the entry computation, and the number of
+    devices it was partitioned for."""
 
     computations: Mapping[str, Computation]
     entry: str
@@ -203,7 +205,7 @@ def parse(text: str) -> HloModule:
     """Read the text of a module.
 
     Raises:
-        ValueError: not HLO text: no entry computation.
+        ValueError: the text is not HLO: it has no entry computation.
     """
     computations: dict[str, Computation] = {}
     entry = name = root = ""
@@ -230,8 +232,8 @@ def parse(text: str) -> HloModule:
 
 
 def _joined(lines: Sequence[str]) -> Iterator[str]:
-    """Lines of a module, those of one instruction in one: attributes with text of the user's, such
-    as the metadata of a kernel, stand on several."""
+    """Lines of a module, with each instruction in one line: attributes with text of the user's,
+    such as the metadata of a kernel, span several lines."""
     held = ""
     for line in lines:
         if held and not (_NAME.match(line) or _ENDS.match(line)):
@@ -311,7 +313,7 @@ def _iota(text: str) -> NDArray[np.int64]:
 
 
 def _mesh_groups(text: str, device_ids: str) -> Groups:
-    """Groups along axes of a mesh; the axes stand behind ``device_ids`` where there are any."""
+    """Groups along axes of a mesh; the axes follow ``device_ids``, if any."""
     axes = re.findall(r"'([^']+)'=(\d+)", text[: text.index("]")])
     sizes = {name: int(size) for name, size in axes}
     numbers = _iota(device_ids[1:]) if device_ids else np.arange(math.prod(sizes.values()))

@@ -1,7 +1,8 @@
-"""Running something long: its progress on stderr, and Ctrl-C as a wish to stop.
+"""Running a long call: shows its progress on stderr, and stops it at Ctrl-C.
 
-The work runs in a thread, so that signals and the display are served while it computes.  The first
-Ctrl-C asks the monitor to stop, so that the best found so far is returned; the second one raises.
+The work runs in a thread, so that signals and the display are handled while it computes. The first
+Ctrl-C stops the search through its monitor, and the best result so far is returned; the second one
+raises KeyboardInterrupt.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ Line = Callable[[SearchProgress | None, float], str]
 SHOW_AFTER_S = 1.5
 LINE_EVERY_S = 10.0
 AGAIN_AFTER_S = 0.3
-"""Seconds after which another Ctrl-C is a second one: programs that start others pass theirs on,
-and it comes twice."""
+"""Seconds after which another Ctrl-C counts as a second one: a parent process may forward its
+signal, so that one Ctrl-C arrives twice."""
 _TICK_S = 0.1
 
 
 class _Work(Generic[T]):
-    """A call in a thread of its own, under a monitor."""
+    """A call in a separate thread, under a monitor."""
 
     def __init__(self, call: Callable[[], T]) -> None:
         self.call = call
@@ -59,15 +60,15 @@ def run_watched(call: Callable[[], T], line: Line, limit_s: float) -> tuple[T, b
     """Call something under a monitor.
 
     Args:
-        call: takes nothing; reports to the monitor of its context and honours its wish to stop.
+        call: takes no arguments; reports to the monitor of its context and obeys its stop request.
         line: makes the line to show, on stderr: in place on a terminal, else every ten seconds.
-        limit_s: seconds after which the monitor asks to stop, should the call not heed its limit.
+        limit_s: seconds after which the monitor stops the call, in case it exceeds its limit.
 
     Returns:
-        What the call returned, and whether Ctrl-C asked it to stop.
+        The result of the call, and whether Ctrl-C stopped it.
 
     Raises:
-        KeyboardInterrupt: at the second Ctrl-C; the thread is left behind.
+        KeyboardInterrupt: at the second Ctrl-C; the thread keeps running.
     """
     work = _Work(call)
     begun = time.monotonic()
@@ -91,10 +92,11 @@ def run_watched(call: Callable[[], T], line: Line, limit_s: float) -> tuple[T, b
 
 @contextmanager
 def _interrupts(monitor: Monitor) -> Iterator[list[float]]:
-    """Ctrl-C asks the monitor to stop, a second one raises; yields when the first one came."""
+    """Stop the monitor at Ctrl-C and raise at a second one; yields a list for the first one's
+    time."""
     came: list[float] = []
     if threading.current_thread() is not threading.main_thread():
-        yield came  # signals are the main thread's
+        yield came  # only the main thread handles signals
         return
 
     def handle(number: int, _: FrameType | None) -> None:
@@ -137,7 +139,7 @@ class _Terminal:
 
 
 class _Lines:
-    """A plain line now and then."""
+    """A plain line every ``LINE_EVERY_S`` seconds."""
 
     def __init__(self) -> None:
         self.due_s = LINE_EVERY_S

@@ -119,7 +119,7 @@ def _print(placed: PlacedTarget | None, plan: Plan, options: argparse.Namespace)
 
 
 def _next(plan: Plan, options: argparse.Namespace) -> Iterable[RenderableType]:
-    """What to do with a plan: options, calls and commands."""
+    """Next steps for a plan: options, calls and commands."""
     rows = []
     if options.save is None:
         rows.append(("keep it", "--save plan.json"))
@@ -135,7 +135,7 @@ def _next(plan: Plan, options: argparse.Namespace) -> Iterable[RenderableType]:
 
 
 def _compiler(plan: Plan) -> str:
-    """The compiler that ``--confirm`` takes for a plan's cluster."""
+    """The argument of ``--confirm`` for a plan's cluster."""
     with contextlib.suppress(ClusterError):
         return "tpu" if parse_cluster(plan.cluster).kind == "torus" else "gpu"
     return "tpu or gpu"
@@ -144,7 +144,7 @@ def _compiler(plan: Plan) -> str:
 def _planned(
     target: Target, options: argparse.Namespace
 ) -> tuple[PlacedTarget | None, Planned, Comparison | None]:
-    """Find the step, place its parameters if asked, plan it, and, if asked, compare."""
+    """Find the step, place its parameters if requested, plan it, and compare it if requested."""
     with user_environment(target):
         if options.placement is not None:
             placed = place_target(target, options)

@@ -1,12 +1,12 @@
 """jaxpr -> Graph. Calls are flattened; loops and branches become regions.
 
-Border operations of ours: ``loop_const`` and ``branch_in`` (a value enters a region),
-``loop_xs`` (a slice per iteration), ``loop_carry`` (its first operand starts it),
-``loop_back`` (closes the carry), ``loop_test`` (decides whether a while loop goes on),
+Our border operations: ``loop_const`` and ``branch_in`` (a value enters a region),
+``loop_xs`` (a slice per iteration), ``loop_carry`` (its first operand is its initial value),
+``loop_back`` (closes the carry), ``loop_test`` (decides whether a while loop continues),
 ``loop_ys`` (stacks a slice per iteration), ``loop_out`` (a carry leaves), ``branch_out``
 (branches meet). A barrier over several values is one operation for each.
-``planner.graph.jaxpr.walk`` has their order, which is the executor's too, so an operation's index
-names a place in the program for both.
+``planner.graph.jaxpr.walk`` defines their order. The executor uses the same order, so an
+operation's index names the same place in the program for both.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from planner.rules.key import EqnKey
 
 
 def _attrs(eqn: EqnKey) -> str:
-    """A short stable digest of an equation's parameters (none when it has none)."""
+    """A short stable digest of an equation's parameters; empty if it has none."""
     params = eqn.params
     if eqn.name == KERNEL or eqn.name == REGION:
         body = kernel_text(params) if eqn.name == KERNEL else program_text(params["jaxpr"])
@@ -61,19 +61,19 @@ _PASSES = {
     "BF16_BF16_F32_X9": 9,
     "F32_F32_F32": 6,
 }
-"""Of ``jax.lax.Precision`` and ``DotAlgorithmPreset``: bfloat16 products in a float32 product on a
-TPU (jax.lax.Precision's documentation)."""
+"""Per name in ``jax.lax.Precision`` or ``DotAlgorithmPreset``, the number of bfloat16 products in a
+float32 product on a TPU (jax.lax.Precision's documentation)."""
 
 
 def _passes(precision: Any) -> int:
-    """``Op.passes`` of a primitive's ``precision``: None, a member of an enum or one an operand."""
+    """``Op.passes`` of a primitive's ``precision``: None, an enum member or one per operand."""
     precisions = precision if isinstance(precision, tuple) else (precision,)
     return max((_PASSES.get(getattr(p, "name", ""), 1) for p in precisions), default=1)
 
 
 @dataclass(eq=False)
 class Builder(PlacedWalk[int]):
-    """Writes down what it walks through; ``current`` is the region at hand."""
+    """Records what it walks through; ``current`` is the current region."""
 
     values: list[Value] = field(default_factory=list)
     ops: list[Op] = field(default_factory=list)
@@ -89,7 +89,7 @@ class Builder(PlacedWalk[int]):
     remats: int = 0
 
     def value(self, aval: Any, op: int, name: str = "") -> int:
-        """Add a value; its number."""
+        """Add a value; returns its number."""
         index = len(self.values)
         self.values.append(
             Value(
@@ -117,7 +117,7 @@ class Builder(PlacedWalk[int]):
         sends: Sends = (),
         held: tuple[float, float] = (0.0, 0.0),
     ) -> tuple[int, ...]:
-        """Add an operation; the numbers of its results."""
+        """Add an operation; returns the numbers of its results."""
         index = len(self.ops)
         outs = tuple(self.value(a, index) for a in out_avals)
         attrs = ""
@@ -153,14 +153,14 @@ class Builder(PlacedWalk[int]):
         return outs
 
     def region(self, kind: str, parent: int, trips: int, weight: float, known: bool = True) -> int:
-        """Add a region; its number."""
+        """Add a region; returns its number."""
         index = len(self.regions)
         total = self.regions[parent].weight * weight
         self.regions.append(Region(index, kind, parent, trips, total, known))
         return index
 
     def inside(self, region: int, body: Body, args: Sequence[int]) -> list[int]:
-        """Walk through a body that makes up a region."""
+        """Walk through the body of a region."""
         outer, self.current = self.current, region
         results = self.run(body.jaxpr, args)
         self.current = outer
@@ -171,14 +171,14 @@ class Builder(PlacedWalk[int]):
         return self.value(var.aval, -1, "const")
 
     def literal(self, atom: Any) -> int:
-        """Stands for every literal."""
+        """``SCALAR``, which stands for every literal."""
         return SCALAR
 
     def operation(self, eqn: Any, ins: list[int]) -> Sequence[int]:
-        """Add the operation of an equation; its results."""
+        """Add the operation of an equation; returns its results."""
         avals = tuple([v.aval for v in eqn.outvars])
         name, source, effect = eqn.primitive.name, self.place.line, bool(eqn.effects)
-        if name == BARRIER:  # nothing is computed: each operand passes on its own
+        if name == BARRIER:  # nothing is computed: operands pass separately
             passed: list[int] = []
             for value, aval in zip(ins, avals, strict=True):
                 record = EqnKey(eqn.primitive, eqn.params, (aval,), (aval,))
@@ -191,7 +191,7 @@ class Builder(PlacedWalk[int]):
         return self.op(name, ins, avals, self.current, source, record, effect, work)
 
     def region_of_shards(self, eqn: Any, ins: list[int], record: EqnKey) -> list[int]:
-        """A ``shard_map`` between the marks of its operands and results."""
+        """Add a ``shard_map`` between the marks of its operands and results."""
         source, (before, after) = self.place.line, edge_entries(eqn)
 
         def edge(value: int, aval: Any, entries: tuple[Any, ...]) -> int:
@@ -210,7 +210,7 @@ class Builder(PlacedWalk[int]):
         return [edge(*each) for each in zip(results, avals, after, strict=True)]
 
     def call(self, eqn: Any, ins: list[int], body: Body) -> Sequence[int]:
-        """Walk through a call, with its name and what fuses or recomputes it."""
+        """Walk through a call; operations inside get its fused kernel and rematerialized body."""
         outer = self.fused
         label = str(eqn.params.get("name", ""))
         if label.startswith(FUSED) and not outer:
@@ -225,7 +225,7 @@ class Builder(PlacedWalk[int]):
         return results
 
     def loop(self, eqn: Any, ins: list[int], loop: Loop) -> Sequence[int]:
-        """A region, with the operations at its borders."""
+        """Add the region of a loop, with the operations at its borders."""
         region, source = self.current, self.place.line
         known = counted(eqn) if loop.trips is None else loop.trips
         trips = 1 if known is None else known
@@ -246,7 +246,7 @@ class Builder(PlacedWalk[int]):
         return outs
 
     def cond(self, eqn: Any, ins: list[int], branches: tuple[Body, ...]) -> Sequence[int]:
-        """A region per branch, whose results meet."""
+        """Add a region per branch, and operations that join their results."""
         region, source = self.current, self.place.line
         results = []
         for body in branches:
@@ -262,7 +262,7 @@ class Builder(PlacedWalk[int]):
 
 
 def _note_unused(builder: Builder, outputs: Sequence[int]) -> None:
-    """Write down which results of kernels nobody reads."""
+    """Record which results of kernels are unused."""
     kernels = [op for op in builder.ops if op.kind == KERNEL]
     if not kernels:
         return
@@ -281,7 +281,7 @@ def graph_of(
     out_paths: list[tuple[Any, ...]],
     updated: int,
 ) -> tuple[Graph, Builder]:
-    """The graph of a step's jaxpr, and what built it (its equations, bodies and named lines)."""
+    """The graph of a step's jaxpr, and its builder (equations, bodies and named phases)."""
     builder = Builder()
     inner = compat.body(closed)
     names = [jax.tree_util.keystr(p) for p in in_paths]

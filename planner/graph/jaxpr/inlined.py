@@ -1,11 +1,10 @@
-"""Primitives of libraries that are plain JAX inside, as jitted functions.
+"""Replaces primitives of libraries that are plain JAX inside by calls of jitted functions.
 
-Equinox, Lineax, Optimistix and Diffrax define primitives to give loops and linear solves rules of
-their own for derivatives and batches; what they run is Python on JAX arrays (``def_impl``), which
-is what they are lowered to. No rule is known for such a primitive. Once derivatives have been
-taken, its equation becomes a call of that function, whose operations are planned like any others.
-Primitives of jax, those whose implementation can't be traced, and those with a registered rule
-stay as they are.
+Equinox, Lineax, Optimistix and Diffrax define primitives to give loops and linear solves custom
+rules for derivatives and batching. Their implementation (``def_impl``) is Python on JAX arrays, and
+they are lowered to it. Such a primitive has no sharding rule. After differentiation, its equation
+becomes a call of the implementation, whose operations are planned like any others. Primitives of
+jax, those whose implementation can't be traced, and those with a registered rule stay as they are.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from planner.graph.jaxpr.walk import in_bodies
 from planner.rules.kernels.registered import registered
 
 OWN = frozenset({"jax", "jaxlib", "planner", "executor"})
-"""Packages whose primitives are known by name: those of jax, and marks."""
+"""Packages whose primitives stay as they are: those of jax, and marks."""
 
 
 def with_inlined(jaxpr: Any, names: set[str]) -> Any:
-    """The jaxpr, closed or open, with such equations as calls; also in the bodies of its
-    equations. The same object where there are none. The primitives' names go into ``names``."""
+    """The jaxpr, closed or open, with such equations as calls, also in the bodies of its equations;
+    the same object if there are none. Adds the names of the primitives to ``names``."""
     inner = compat.body(jaxpr)
     eqns = [_called(eqn, names) for eqn in inner.eqns]
     if all(a is b for a, b in zip(eqns, inner.eqns, strict=True)):
@@ -36,7 +35,7 @@ def with_inlined(jaxpr: Any, names: set[str]) -> Any:
 
 
 def _called(eqn: Any, names: set[str]) -> Any:
-    """An equation as a call of what its primitive runs; with such calls in its bodies."""
+    """An equation of a library's primitive as a call; also rewrites the bodies of an equation."""
     call = _call(eqn) if _of_library(eqn.primitive) and registered(eqn) is None else eqn
     if call is not eqn:
         names.add(str(eqn.primitive.name))
@@ -47,7 +46,7 @@ def _called(eqn: Any, names: set[str]) -> Any:
 
 @functools.lru_cache
 def _of_library(primitive: Any) -> bool:
-    """Whether Python code outside of jax says what a primitive computes."""
+    """Whether a primitive is implemented by Python code outside of jax."""
     run = getattr(primitive, "impl", None)
     while isinstance(run, functools.partial):
         run = run.func
@@ -56,8 +55,8 @@ def _of_library(primitive: Any) -> bool:
 
 
 def _call(eqn: Any) -> Any:
-    """The equation as a call; the same where its implementation can't be traced, or makes other
-    arrays than it says."""
+    """The equation as a call; unchanged if its implementation can't be traced, or returns arrays of
+    other types."""
 
     def run(*operands: Any) -> list[Any]:
         output = eqn.primitive.impl(*operands, **eqn.params)
@@ -70,7 +69,7 @@ def _call(eqn: Any) -> Any:
     structs = [compat.as_struct(v.aval) for v in eqn.invars]
     try:
         closed, _ = compat.make_jaxpr(jax.jit(run), structs)
-    except Exception:  # of the library's own: it needs the numbers
+    except Exception:  # raised by the library: it needs concrete values
         return eqn
     inner = compat.body(closed)
     if len(inner.eqns) != 1 or compat.consts(closed):
@@ -84,8 +83,8 @@ def _call(eqn: Any) -> Any:
 
 
 def _runs_itself(eqn: Any, call: Any) -> bool:
-    """Whether a call is of nothing but the equation, as where a library compiles its primitive by
-    itself (``apply_primitive``)."""
+    """Whether a call contains the equation itself, as when a library compiles its primitive alone
+    (``apply_primitive``)."""
     bodies = [compat.body(v) for v in call.params.values()]
     for body in (b for b in bodies if hasattr(b, "eqns")):
         for inner in body.eqns:
@@ -97,7 +96,7 @@ def _runs_itself(eqn: Any, call: Any) -> bool:
 
 
 def inlined_notes(names: Sequence[str]) -> tuple[str, ...]:
-    """What a plan says of them."""
+    """The notes of a plan about inlined primitives."""
     if not names:
         return ()
     return (

@@ -1,10 +1,10 @@
-"""Look-ups of every row in itself, as ``logits[jnp.arange(n), labels]``, said as what they are.
+"""Rewrites look-ups in every row, as ``logits[jnp.arange(n), labels]``, to batching dimensions.
 
-Such a look-up names the rows by the numbers from 0 on. With arbitrary numbers it would need all
-rows on every device, and its gradient would be a sum over devices. ``lax.gather`` and
-``lax.scatter`` can say that a dimension is only walked along: as a batching dimension, which is
-split like any other. The equations are changed in place, so that all others keep their number;
-where the numbers come from, nobody reads them any more. Values do not change.
+Such a look-up indexes the rows by 0, 1, 2, ... With arbitrary indices it would need all rows on
+every device, and its gradient would be a sum over devices. In ``lax.gather`` and ``lax.scatter``, a
+dimension that is only iterated over can be a batching dimension, which is sharded like any other.
+Equations are changed in place, so all others keep their number; the row indices become unused.
+Values do not change.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from planner.graph.jaxpr.walk import CALLS, Body, called, in_bodies, stays_whole
 SCATTERS = frozenset(
     "scatter scatter-add scatter_add scatter-mul scatter_mul scatter_min scatter_max".split()
 )
-"""What writes to rows, or adds to them."""
+"""Operations that write to rows, or update them."""
 
 
 MOST = 1 << 20
-"""Elements of a constant that are looked at."""
+"""Maximum number of elements of a constant to inspect."""
 
 
 @dataclass(frozen=True)
 class _Count:
-    """An array of the numbers 0, 1, ... along a dimension, alike along all others."""
+    """An array of the numbers 0, 1, ... along a dimension, constant along all others."""
 
     dim: int
 
@@ -44,8 +44,8 @@ _Fact = _Count | str
 
 
 def with_own_rows(jaxpr: Any) -> Any:
-    """The jaxpr, closed or open, with look-ups of every row in itself as batching dimensions; also
-    in the bodies of its equations. The same object where there are none."""
+    """The jaxpr, closed or open, with look-ups in every row rewritten to batching dimensions, also
+    in the bodies of its equations; the same object if there are none."""
     inner = compat.body(jaxpr)
     contents = zip(inner.constvars, compat.consts(jaxpr), strict=False)
     facts: dict[Any, _Fact] = {v: f for v, x in contents if (f := _counted(x)) is not None}
@@ -67,8 +67,8 @@ def with_own_rows(jaxpr: Any) -> Any:
 
 
 def takes_indices(jaxpr: Any) -> bool:
-    """Whether the body of a call looks up by indices that the call is given: what these are is not
-    seen where they are read. So it is for the gradients of a jitted function."""
+    """Whether the body of a call looks up by indices that are arguments of the call: their origin
+    is not visible in the body. Gradients of a jitted function have such look-ups."""
     return any(
         _by_argument(body)
         for eqn in compat.body(jaxpr).eqns
@@ -100,7 +100,7 @@ def _rewritten(eqn: Any, facts: Mapping[Any, _Fact], makers: Mapping[Any, Any]) 
 
 
 def _fact(eqn: Any, facts: Mapping[Any, _Fact]) -> _Fact | None:
-    """What is known of the result of an equation."""
+    """The fact about the result of an equation; None if nothing is known."""
     name = eqn.primitive.name
     if name == "iota":
         dim, aval = int(eqn.params["dimension"]), eqn.outvars[0].aval
@@ -128,8 +128,8 @@ def _fact(eqn: Any, facts: Mapping[Any, _Fact]) -> _Fact | None:
 
 
 def _counted(content: Any) -> _Fact | None:
-    """What is known of a constant: an ``np.arange``, with dimensions of one element, or the places
-    where one is negative."""
+    """The fact about a constant: it is an ``np.arange``, maybe with dimensions of one element, or a
+    mask that is false everywhere (where indices are negative)."""
     shape, dtype = np.shape(content), getattr(content, "dtype", None)
     if dtype is None or math.prod(shape) > MOST:
         return None
@@ -143,12 +143,13 @@ def _counted(content: Any) -> _Fact | None:
 
 
 def _holds(dtype: Any, size: int) -> bool:
-    """Whether a type has the whole numbers below ``size``: others wrap around."""
+    """Whether a dtype can hold all whole numbers below ``size``: others wrap around."""
     return bool(jnp.issubdtype(dtype, jnp.integer)) and size - 1 <= np.iinfo(dtype).max
 
 
 def _moved(before: Sequence[int], after: Sequence[int], dim: int) -> _Count | None:
-    """Where a dimension goes if dimensions of one element are put in or left out."""
+    """The count along a dimension after dimensions of one element are added or removed; None if
+    others change."""
     old = [d for d, n in enumerate(before) if n > 1]
     new = [d for d, n in enumerate(after) if n > 1]
     if dim not in old or [before[d] for d in old] != [after[d] for d in new]:
@@ -161,8 +162,8 @@ def _is_zero(atom: Any) -> bool:
 
 
 def _batched(eqn: Any, facts: Mapping[Any, _Fact], makers: Mapping[Any, Any]) -> Any:
-    """A look-up with the columns of its indices that count rows as batching dimensions; as it is,
-    where there are none."""
+    """A look-up with the index columns that count rows turned into batching dimensions; unchanged
+    if there are none."""
     operand, indices = eqn.invars[:2]
     maker = None if compat.is_literal(indices) else makers.get(indices)
     shape = compat.aval_shape(indices.aval)
@@ -195,7 +196,7 @@ def _batched(eqn: Any, facts: Mapping[Any, _Fact], makers: Mapping[Any, Any]) ->
     pairs.sort()
     params = {**eqn.params, "dimension_numbers": dims.with_batching(pairs, rest)}
     part = rest[0][0]
-    if len(rest) > 1:  # a place for them, which ``_with_fewer_columns`` fills
+    if len(rest) > 1:  # a placeholder, which ``_with_fewer_columns`` replaces
         width = sum(w for _, _, w in rest)
         part = _Columns(indices, tuple(p for p, _, _ in rest), (*shape[:-1], width))
     return eqn.replace(invars=[operand, part, *eqn.invars[2:]], params=params)
@@ -203,7 +204,7 @@ def _batched(eqn: Any, facts: Mapping[Any, _Fact], makers: Mapping[Any, Any]) ->
 
 @dataclass(frozen=True)
 class _Columns:
-    """Some columns of indices, in place of all: what they were made by, and their shape."""
+    """A placeholder for some columns of indices: the whole array, the parts, and their shape."""
 
     whole: Any
     parts: tuple[Any, ...]
@@ -211,8 +212,8 @@ class _Columns:
 
 
 def _with_fewer_columns(inner: Any, eqns: Sequence[Any]) -> list[Any]:
-    """The equations, with those that put indices together making fewer columns where all that read
-    them need no more. A look-up whose columns are needed whole elsewhere is left as it was."""
+    """The equations, with concatenations of indices reduced to fewer columns if all readers need
+    the same ones. A look-up is left unchanged if other readers need more columns of its indices."""
     wanted: dict[Any, set[Any]] = {}
     for eqn in eqns:
         for v in eqn.invars:
@@ -245,13 +246,13 @@ def _with_fewer_columns(inner: Any, eqns: Sequence[Any]) -> list[Any]:
 
 @dataclass(frozen=True)
 class _Dimensions:
-    """The dimension numbers of a look-up, of a gather or of a scatter.
+    """The dimension numbers of a look-up (a gather or a scatter).
 
     Attributes:
         numbers: the dimension numbers.
-        columns: the operand's dimension of each column of indices.
-        dropped: its dimensions of which one element is taken, and which the result lacks.
-        batching: its batching dimensions.
+        columns: per column of indices, the operand's dimension.
+        dropped: the operand's dimensions of which one element is taken, and which the result lacks.
+        batching: the operand's batching dimensions.
     """
 
     numbers: Any
@@ -261,7 +262,7 @@ class _Dimensions:
 
     @staticmethod
     def of(eqn: Any) -> _Dimensions:
-        """Those of an equation."""
+        """The dimension numbers of an equation."""
         n = eqn.params["dimension_numbers"]
         if eqn.primitive.name == "gather":
             parts = (n.start_index_map, n.collapsed_slice_dims, n.operand_batching_dims)
@@ -276,8 +277,8 @@ class _Dimensions:
     def with_batching(
         self, pairs: Sequence[tuple[int, int]], rest: Sequence[tuple[Any, int, int]]
     ) -> Any:
-        """Dimension numbers with batching dimensions (of the operand, of the indices), and the
-        columns that are left: (array, first column, columns)."""
+        """Dimension numbers with ``pairs`` of batching dimensions (of the operand, of the indices)
+        and the columns in ``rest``: (array, first column, number of columns)."""
         batching = tuple(d for d, _ in pairs)
         columns = tuple(d for _, start, width in rest for d in self.columns[start : start + width])
         dropped = tuple(d for d in self.dropped if d not in batching)

@@ -1,20 +1,20 @@
-"""The one walk through a jaxpr.
+"""The shared walk through a jaxpr.
 
 Everything that goes through a step's equations (the tracer, the executor, the search for look-ups,
-their evaluation on rows, dependences, recomputation) is a ``Walk``: it says what a value is and
-what an operation does with values. What an equation contains is known here alone:
+their evaluation on rows, dependences, recomputation) is a ``Walk``: it defines what a value is and
+what an operation does with values. Only this module knows the structure of equations:
 
-- *calls* (``CALLS``) are walked as if their body stood in their place;
-- *loops* (scan, while) and *branches* (cond) have bodies of their own. Border operations lead in
-  and out of them. ``Loop`` and ``Body`` say which operands a body takes, which borders there are,
-  and in which order: the order of an operation in the walk is its index in the graph, for the
-  tracer and for the executor;
-- *opaque* regions are single operations: they use references (``jax.new_ref``) of the program
-  around them, and a body that is built anew could not;
+- *calls* (``CALLS``) are inlined: their body is walked in their place;
+- *loops* (scan, while) and *branches* (cond) have separate bodies. Border operations lead in and
+  out of them. ``Loop`` and ``Body`` say which operands a body takes, which borders there are, and
+  in which order: the order of an operation in the walk is its index in the graph, for the tracer
+  and for the executor;
+- *opaque* regions are single operations: they use references (``jax.new_ref``) of the surrounding
+  program, which a rebuilt body could not use;
 - everything else is an operation.
 
 Borders, in order. A loop: ``loop_const``, ``loop_carry`` and ``loop_xs`` for its operands; the
-equations of each body, closed by one ``loop_test`` (the body decides whether the loop goes on) or
+equations of each body, closed by one ``loop_test`` (the body decides whether the loop continues) or
 by a ``loop_back`` per carry; ``loop_out`` and ``loop_ys`` for its results. A conditional: per
 branch, ``branch_in`` for its operands, then its equations; ``branch_out`` for the results.
 """
@@ -32,7 +32,7 @@ REMAT = frozenset("remat remat2 checkpoint".split())
 """Calls whose body is computed again in the backward pass."""
 
 FUSED = "flash_attention"
-"""Start of the name of a jitted function that is one kernel (``step.kernels.fused``)."""
+"""Prefix of the name of a jitted function that is one kernel (``step.kernels.fused``)."""
 
 BARRIER = "optimization_barrier"
 """Counts as one operation per operand, in order: its operands may have unrelated shardings, so they
@@ -42,7 +42,7 @@ CUSTOM = frozenset(
     "custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr custom_lin custom_vmap_call "
     "custom_linear_solve remat_opt".split()
 )
-"""Calls with rules of their own for derivatives or batches."""
+"""Calls with custom rules for derivatives or batching."""
 
 CALLS = (
     frozenset("jit pjit closed_call core_call eval_jaxpr call_hi_primitive".split())
@@ -51,14 +51,14 @@ CALLS = (
 )
 LOOPS = frozenset({"scan", "while"})
 REGIONS = LOOPS | REMAT | {"cond"}
-"""Equations whose bodies the executor builds anew."""
+"""Equations whose bodies the executor rebuilds."""
 
 STRUCTURED = CALLS | REGIONS
 
 
 def stays_whole(eqn: Any) -> bool:
-    """Whether a call stays one equation where others are put in their place: it is computed again
-    as one, or it stands for one kernel."""
+    """Whether a call stays one equation where others are inlined: it is rematerialized as a unit,
+    or it stands for one kernel."""
     return eqn.primitive.name in REMAT or is_fused(eqn)
 
 
@@ -74,8 +74,8 @@ class Body(NamedTuple):
         param: the equation's parameter that holds it.
         jaxpr: closed or open.
         operands: which operands of the equation are its arguments, by position.
-        entering: of a branch, the borders in front of it, one per argument.
-        closing: of a loop, the borders behind it, one for each of its first results.
+        entering: of a branch, the borders before it, one per argument.
+        closing: of a loop, the borders after it, one for each of its first results.
     """
 
     param: str
@@ -92,14 +92,14 @@ class Body(NamedTuple):
 class Loop(NamedTuple):
     """A scan or a while loop.
 
-    Its operands are constants, then carries, then what it goes over; its results are the carries,
-    then what it stacks.
+    Its operands are constants, then carries, then scanned arrays; its results are the carries, then
+    stacked arrays.
 
     Attributes:
         kind: the primitive.
-        trips: how often it runs; None if that is not known.
-        consts: how many constants.
-        carries: how many carries.
+        trips: the number of iterations; None if it is not known.
+        consts: the number of constants.
+        carries: the number of carries.
         avals: of the operands, as the bodies see them.
         bodies: in the order of the walk.
         entering: the borders of the operands.
@@ -116,21 +116,21 @@ class Loop(NamedTuple):
     leaving: tuple[str, ...]
 
     def split(self, operands: Sequence[V]) -> tuple[list[V], list[V], list[V]]:
-        """(constants, carries, what it goes over)."""
+        """(constants, carries, scanned arrays)."""
         begin, end = self.consts, self.consts + self.carries
         return list(operands[:begin]), list(operands[begin:end]), list(operands[end:])
 
 
 def is_opaque(eqn: Any) -> bool:
-    """Whether a region is taken as one operation."""
+    """Whether a region counts as one operation."""
     return eqn.primitive.name in REGIONS and any(compat.is_ref(v.aval) for v in eqn.invars)
 
 
 def called(eqn: Any) -> Body | None:
-    """The body of a call; None where its operands are not those of the call.
+    """The body of a call; None if its arguments are not the operands of the call.
 
-    Of a ``custom_linear_solve`` only the solver runs once derivatives have been taken; its
-    operands are a part of the equation's.
+    After differentiation, only the solver of a ``custom_linear_solve`` runs; its operands are a
+    part of the equation's.
     """
     params, count = eqn.params, len(eqn.invars)
     if eqn.primitive.name == "custom_linear_solve":
@@ -149,8 +149,8 @@ def called(eqn: Any) -> Body | None:
 
 
 def in_bodies(value: Any, change: Callable[[Any], Any]) -> Any:
-    """A parameter of an equation with its jaxprs changed: one, several, or none. The same object
-    where nothing changes."""
+    """A parameter of an equation with ``change`` applied to its jaxprs (one, several, or none); the
+    same object if nothing changes."""
     if hasattr(compat.body(value), "eqns"):
         return change(value)
     if isinstance(value, tuple) and value and all(hasattr(compat.body(v), "eqns") for v in value):
@@ -194,18 +194,17 @@ def branches_of(eqn: Any) -> tuple[Body, ...]:
 
 
 class Walk(Generic[V]):
-    """Goes through a jaxpr, equation by equation; a subclass says what happens.
+    """Goes through a jaxpr, equation by equation; a subclass defines what happens.
 
-    Without a handler of its own, a call is walked through, and a loop or a conditional is an
-    operation.
+    By default, the body of a call is walked, and a loop or a conditional is an operation.
     """
 
     def const(self, var: Any, value: Any) -> V:
-        """A constant that a jaxpr carries; itself."""
+        """The value for a constant of a jaxpr; by default, the constant."""
         return value  # type: ignore[no-any-return]
 
     def literal(self, atom: Any) -> V:
-        """A literal operand; its number."""
+        """The value for a literal operand; by default, the literal's number."""
         return atom.val  # type: ignore[no-any-return]
 
     def operation(self, eqn: Any, ins: list[V]) -> Sequence[V]:

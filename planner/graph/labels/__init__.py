@@ -1,1 +1,1 @@
-"""What the parts of a step are: phases, roles of values, repeated segments; told at tracing."""
+"""Labels of a step's parts, assigned at tracing: phases, roles of values, repeated segments."""

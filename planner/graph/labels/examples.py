@@ -1,11 +1,11 @@
-"""Where the examples are: arguments that hold none, and those whose first dimension is another.
+"""Dimensions of examples: arguments that have none, and those where it is not the first dimension.
 
-A step of low-rank adapters, of distillation or of preferences takes a second model as an argument
-of its own. Nothing in the arguments tells it from a batch, but what the forward pass makes of them
+A step of low-rank adapters, distillation or preference optimization takes a second model as a
+separate argument. The arguments alone do not distinguish it from a batch, but the forward pass
 does: nearly all that is computed from a frozen model has a dimension of *examples*, and the model
-has none such. A dimension is followed by the factor rules. And what a loop goes along, one element
-after the other, are no examples where the array has another dimension that may be: time comes first
-then, or parts of the batch.
+does not. Factor rules follow a dimension through the step. A dimension that a loop scans does not
+hold examples if the array has another dimension that may: then time comes first, or parts of the
+batch.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from planner.graph.labels.dims import INDICES, Dims, argument_of, first_dim, for
 from planner.rules.factor import FactorRule
 
 OWN = 0.3
-"""Of what is computed from frozen weights, the share that keeps one of their first dimensions,
-against what has the dimension of examples, is below this."""
+"""Frozen weights are below this ratio: results that have one of their first dimensions, over
+results that have the dimension of examples."""
 
 MOST = 0.5
-"""In a step without a batch of its own, the share of what the forward pass computes that has the
-dimension of examples."""
+"""Minimum share of the forward pass's results that have the dimension of examples, in a step
+without a batch."""
 
 
 def is_ambiguous(graph: Graph) -> bool:
     """Whether arguments of the batch differ in their first dimension, so that some of them may hold
-    no examples. Of a single argument, or of equal ones, all do."""
+    no examples. A single argument, or ones of equal first dimensions, all hold examples."""
     sizes = {graph.values[v].shape[0] for v in graph.batch if graph.values[v].shape}
     return len(sizes) > 1 and len({argument_of(graph, v) for v in graph.batch}) > 1
 
@@ -37,11 +37,11 @@ def is_ambiguous(graph: Graph) -> bool:
 def frozen_inputs(graph: Graph, rules: Sequence[FactorRule]) -> frozenset[int]:
     """The inputs of the batch that are frozen weights.
 
-    What may be examples are first dimensions of the batch's arrays which no product sums over and
-    no trained array of the state has. An argument holds frozen weights if one of these, of another
-    argument, is in most of what the forward pass computes from it, it has no array with that
-    dimension, and its own first dimensions are lost soon. So does one whose arrays meet nothing
-    but arrays of the state, dimension by dimension: the weights that a penalty holds to.
+    Candidates for examples are first dimensions of the batch's arrays that no product sums over and
+    no trained array of the state has. An argument holds frozen weights if a candidate of another
+    argument is in most of what the forward pass computes from it, none of its arrays has that
+    dimension, and few results have its first dimensions. An argument whose arrays only meet arrays
+    of the state with the same dimensions holds frozen weights, too: the reference of a penalty.
 
     Args:
         graph: a step with phases and roles.
@@ -84,7 +84,7 @@ def frozen_inputs(graph: Graph, rules: Sequence[FactorRule]) -> frozenset[int]:
 
 
 def _beside_state(dims: Dims, graph: Graph, values: Sequence[int]) -> bool:
-    """Whether arrays, some of them matrices, have the dimensions of arrays of the state."""
+    """Whether all arrays have the dimensions of arrays of the state, and some are matrices."""
 
     def all_dims(value: int) -> tuple[int, ...]:
         return tuple(dims.of(value, d) for d in range(len(graph.values[value].shape)))
@@ -96,7 +96,7 @@ def _beside_state(dims: Dims, graph: Graph, values: Sequence[int]) -> bool:
 
 def example_dims(graph: Graph, rules: Sequence[FactorRule]) -> dict[int, int]:
     """Per array of the batch, and of the state that has a row per example, its dimension of
-    examples where that is not the first.
+    examples if that is not the first.
 
     Args:
         graph: a step with phases and roles.
@@ -109,7 +109,7 @@ def example_dims(graph: Graph, rules: Sequence[FactorRule]) -> dict[int, int]:
 
 
 def _fed_dims(graph: Graph, rules: Sequence[FactorRule]) -> dict[int, int]:
-    """Of the batch alone."""
+    """``example_dims`` of the batch alone."""
     fed = [v for v in graph.inputs if graph.values[v].fed and len(graph.values[v].shape) > 1]
     loops, members = _loops_over(graph, fed), _members(graph, fed)
     if not loops and not members:
@@ -139,8 +139,8 @@ def _fed_dims(graph: Graph, rules: Sequence[FactorRule]) -> dict[int, int]:
 
 
 def _members(graph: Graph, fed: Sequence[int]) -> list[int]:
-    """The parameters, where all of them begin with a dimension of the size of the batch's first:
-    of several models beside each other, each with a batch."""
+    """The parameters, if all of them have the first size of an array of the batch: several models
+    side by side, each with a batch. Otherwise empty."""
     parameters = [v for v in graph.state if graph.values[v].role is Role.PARAMETER]
     firsts = {graph.values[v].shape[:1] for v in parameters}
     alike = any(graph.values[v].shape[:1] in firsts for v in fed)
@@ -148,7 +148,7 @@ def _members(graph: Graph, fed: Sequence[int]) -> list[int]:
 
 
 def _loops_over(graph: Graph, fed: Sequence[int]) -> list[int]:
-    """What loops of the forward pass go along, of what depends on some inputs."""
+    """Values that loops of the forward pass scan, of those that depend on ``fed``."""
     reached = [False] * len(graph.values)
     for v in fed:
         reached[v] = True
@@ -163,8 +163,8 @@ def _loops_over(graph: Graph, fed: Sequence[int]) -> list[int]:
 
 
 def may_be_fed(graph: Graph) -> list[int]:
-    """The arrays beside state in one argument that may be fed all the same: a result that has the
-    name of one array of the batch makes it state, and what stands beside it frozen."""
+    """The arrays beside state in one argument that may still be fed: if a result has the same name
+    as an array of the batch, that array counts as state, and those beside it count as frozen."""
     loose = [v for v in graph.inputs if graph.values[v].role is Role.FROZEN]
     sizes = {graph.values[v].shape[0] for v in graph.batch if graph.values[v].shape}
     shapes = {v: graph.values[v].shape for v in loose}
@@ -203,7 +203,7 @@ BY_DIMENSIONS = frozenset({Role.FROZEN, Role.EXAMPLES, Role.BATCH})
 
 def maybe_examples(graph: Graph) -> list[int]:
     """The state that is not trained and may have a row per example, in a step that trains or is
-    fed: some dimension is one of the batch's, or there is no batch."""
+    fed: some dimension has a size of the batch's, or there is no batch."""
     roles = {graph.values[v].role for v in graph.inputs}
     sizes = {n for v in graph.batch for n in graph.values[v].shape if n > 1}
     if not sizes and Role.PARAMETER not in roles:
@@ -223,8 +223,8 @@ def state_examples(graph: Graph, rules: Sequence[FactorRule]) -> dict[int, int]:
     """The state with a row per example, and which dimension that is: hidden states of truncated
     backpropagation, caches, environments.
 
-    The dimension is that of the batch's examples. Without a batch it is the one, of those that no
-    product sums over and nothing trained has, that most of the forward pass has.
+    The dimension is that of the batch's examples. Without a batch it is the most frequent dimension
+    in the forward pass, of those that no product sums over and no weights have.
 
     Args:
         graph: a step with phases and roles.
@@ -266,8 +266,8 @@ def with_roles(graph: Graph, roles: Mapping[int, Role]) -> Graph:
 def _counts(
     graph: Graph, arguments: Sequence[Sequence[int]], dims: Dims, eligible: set[int]
 ) -> dict[int, Counter[int]]:
-    """Per set of arguments (a mask), how many results that depend on just these have each of the
-    dimensions in question."""
+    """Per set of arguments (a mask), how many results that depend on exactly these have each of the
+    ``eligible`` dimensions."""
     out: dict[int, Counter[int]] = {}
     for o, mask in forward_results(graph, arguments):
         out.setdefault(mask, Counter()).update(dims.all_of(o) & eligible)

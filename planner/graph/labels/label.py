@@ -1,4 +1,4 @@
-"""Phases, roles and segments put on the operations and values of a traced step."""
+"""Labels the operations and values of a traced step with phases, roles and segments."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from planner.rules.factor import FactorRule
 
 
 def labelled(graph: Graph, named: Sequence[Phase | None]) -> Graph:
-    """The graph with everything that this package tells of it.
+    """The graph with phases, roles and segments.
 
     Args:
         graph: a traced step without labels.
-        named: per operation, the phase that its name stack tells, if any.
+        named: per operation, the phase in its name stack, if any.
     """
     phases, blocks = phases_of(graph, named), repeated_blocks(graph)
     segments = [(-1, 0)] * len(graph.ops)
@@ -48,7 +48,7 @@ def by_dimensions(graph: Graph, rules: Callable[[], Sequence[FactorRule]]) -> Gr
 
     Args:
         graph: with labels.
-        rules: makes the rules, one per operation, where they are needed.
+        rules: returns the rules, one per operation; called only if they are needed.
     """
     if may_be_untrained(graph) and (roles := untrained_roles(graph, rules())):
         return with_roles(graph, roles)

@@ -1,12 +1,12 @@
 """Forward, backward, update: the phase of every operation of a train step.
 
-JAX names what differentiation makes: the name stack of an equation says ``jvp(...)`` on the way to
-the loss and ``transpose(jvp(...))`` on the way back, outermost transformation first. What carries
-neither name is placed by what it depends on: behind the backward pass is the update, and so is what
-only that or the new state reads (a step count, a decayed moment); all else is forward. What a
-backward pass computes again (``jax.checkpoint``) belongs to it. A step without a backward pass is
-all forward. In a loop over train steps each turn begins anew: what a turn reads of the one before
-is forward.
+JAX names the equations that differentiation makes: their name stack has ``jvp(...)`` in the forward
+pass and ``transpose(jvp(...))`` in the backward pass, outermost transformation first. Operations
+with neither name are placed by their dependences: those that depend on the backward pass are the
+update, and so are those that only the update or the new state reads (a step count, a decayed
+moment); all others are forward. Rematerialization in a backward pass (``jax.checkpoint``) belongs
+to it. A step without a backward pass is all forward. In a loop over train steps each iteration
+starts over: what it reads from the previous one is forward.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _FIRST, _BACK = "jvp(", "transpose("
 
 
 def named_phase(stack: str) -> Phase | None:
-    """The phase that a name stack tells, None if it tells none.
+    """The phase in a name stack; None if it has none.
 
     >>> for stack in ("transpose(jvp(Net))/blocks", "jvp(transpose(jvp()))", "Net/blocks"):
     ...     print(named_phase(stack))
@@ -38,7 +38,7 @@ def phases_of(graph: Graph, named: Sequence[Phase | None]) -> tuple[Phase, ...]:
 
     Args:
         graph: the step.
-        named: per operation, what its name stack tells.
+        named: per operation, the phase in its name stack, if any.
 
     Complexity: O(operations), times the depth of loops that carry gradients around.
     """
@@ -68,12 +68,12 @@ def step_loops(graph: Graph, named: Sequence[Phase | None]) -> set[int]:
 
 
 def _behind(graph: Graph, named: Sequence[Phase | None], loops: set[int]) -> list[bool]:
-    """Per operation, whether it depends on the backward pass, in the turn that it stands in."""
+    """Per operation, whether it depends on the backward pass of the same iteration."""
     after = [False] * len(graph.values)
     out = [False] * len(graph.ops)
-    left: set[int] = set()  # carries that leave a loop of ``loops`` behind a backward pass
+    left: set[int] = set()  # carries that leave a loop of ``loops`` after a backward pass
     changed = True
-    while changed:  # again where a loop carries it around
+    while changed:  # repeat where a loop carries the dependence
         changed = False
         for op, phase in zip(graph.ops, named, strict=True):
             back = phase is Phase.BACKWARD

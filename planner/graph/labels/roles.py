@@ -1,14 +1,14 @@
-"""What every value is to a train step: parameter, moment, batch, gradient, activation, ...
+"""The role of every value in a train step: parameter, moment, batch, gradient, activation, ...
 
 Inputs that come back as results are *state*. State that the loss or the passes read is a parameter
-if a gradient of it is found, else a statistic (running means, a cache, a counter); other state
-beside such is a moment (optimizer state, averages). Keys of random numbers are told by their type
-or by who reads them. Of the other inputs, what stands in one argument with state is frozen, the
-rest is the batch; without state nothing tells them apart.
+if it has a gradient, else a statistic (running means, a cache, a counter); if there is such state,
+other state is a moment (optimizer state, averages). Random keys are recognized by their type or by
+the operations that read them. Other inputs are frozen if they are in one argument with state, else
+they are the batch; without state the two can't be distinguished.
 
-The gradients of a parameter are found from its next value: through the update, by values of the
-parameter's dimensions, to those that the backward pass makes. In the backward pass they go on, by
-views and sums of equal dimensions, to the products and reductions that they are made by.
+The search for a parameter's gradients starts at its next value: it goes back through the update,
+along values of the parameter's dimensions, to values of the backward pass. There it continues,
+along views and sums of equal dimensions, to the products and reductions that make the gradients.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from planner.graph.ir import SCALAR, Graph, Op, Phase, Role, Value
 from planner.graph.labels.phases import step_loops
 
 KEY_READERS = frozenset({"random_wrap", "threefry2x32"})
-"""Operations that read raw keys of random numbers."""
+"""Operations that read raw random keys."""
 
 KEY_BORDERS = frozenset("loop_const loop_carry loop_xs branch_in reshape squeeze slice".split())
 
@@ -28,16 +28,16 @@ SLICES = frozenset({"loop_xs", "loop_ys"})
 """Borders at which a value loses or gains the dimension of a loop."""
 
 VIEWS = frozenset({"reshape"})
-"""Operations that leave the elements what they are: layers are dealt out to pipeline stages."""
+"""Operations that do not change elements, such as a split of layers into pipeline stages."""
 
 SUMS = frozenset({"reduce_sum", "reduce_max"})
-"""Reductions in an update: means of gradients per example, and what moments keep of a gradient."""
+"""Reductions in an update: means of gradients per example, and statistics that moments store."""
 
 MAKES = frozenset("dot_general conv_general_dilated ragged_dot scatter-add scatter_add".split())
-"""Products: what a gradient that they make is made of, are no gradients."""
+"""Products that make gradients: their operands are not gradients."""
 
 REACH = 100_000
-"""Values looked at for a parameter whose gradient is not found at equal dimensions."""
+"""Maximum number of values to visit in one search for the gradients of an input."""
 
 Dims = tuple[int, ...]
 
@@ -49,12 +49,12 @@ def roles_of(graph: Graph, phases: Sequence[Phase]) -> tuple[Value, ...]:
         graph: the step.
         phases: per operation.
 
-    Complexity: O(operations) as long as updates of parameters are apart.
+    Complexity: O(operations) if the updates of parameters are separate.
     """
     gradients = _Gradients(graph, phases)
     state = [v for v in graph.state if graph.next_values[v] not in (SCALAR, v)]
     read = _read(graph, phases)
-    nearest: dict[int, tuple[int, int]] = {}  # per gradient, (steps, the input that it is of)
+    nearest: dict[int, tuple[int, int]] = {}  # per gradient, (steps, its input)
     for index in state:
         for g, steps in gradients.of(index).items() if index in read else ():
             nearest[g] = min((steps, index), nearest.get(g, (steps, index)))
@@ -92,8 +92,8 @@ def roles_of(graph: Graph, phases: Sequence[Phase]) -> tuple[Value, ...]:
 
 def _read(graph: Graph, phases: Sequence[Phase]) -> set[int]:
     """What the forward and the backward pass read, and what results besides the state depend on.
-    What the update reports (a norm of the moments, a learning rate) says nothing of this. Of a loop
-    over whole train steps one step counts: the next reads what the moments made."""
+    Reports of the update (a norm of the moments, a learning rate) do not count. In a loop over
+    whole train steps only one step counts: the next one reads what the moments made."""
     wanted = set()
     for v in graph.reports:
         producer = graph.values[v].op
@@ -127,7 +127,7 @@ def _inputs(graph: Graph, trained: set[int], read: set[int]) -> dict[int, Role]:
 
 
 def _keys(graph: Graph) -> set[int]:
-    """Inputs that are keys of random numbers: by type, or raw ones that are read as such."""
+    """Inputs that are random keys: by type, or raw arrays that are read as keys."""
     inputs = set(graph.inputs)
     out = {v for v in inputs if graph.values[v].dtype.startswith("key<")}
     origin = {v: v for v in inputs if graph.values[v].dtype == "uint32"}
@@ -153,7 +153,7 @@ def _within(part: Dims, dims: Dims) -> bool:
 
 
 def sums_gradient(graph: Graph, value: int) -> bool:
-    """Whether the sum that makes a value makes a gradient: of a product, or of groups of examples
+    """Whether a value is a gradient: by its role, or as a sum in the update over groups of examples
     whose gradients no loop adds up."""
     known = graph.values[value]
     if known.role is Role.GRADIENT or known.op < 0:
@@ -166,11 +166,11 @@ def sums_gradient(graph: Graph, value: int) -> bool:
 
 
 SCALED = 8
-"""Operations of equal shape between a gradient per example and the sum over the examples."""
+"""Maximum number of operations between a gradient per example and the sum over the examples."""
 
 
 def _unscaled(graph: Graph, value: int) -> Value:
-    """The gradient that a value of the update is made of, scaled or clipped, or the value."""
+    """The gradient that a value of the update scales or clips; the value itself if none."""
     first = at = graph.values[value]
     for _ in range(SCALED):
         if at.role is Role.GRADIENT or at.op < 0 or graph.ops[at.op].phase is not Phase.UPDATE:
@@ -198,8 +198,8 @@ class _Gradients:
         self.known: dict[int, dict[int, int]] = {}
 
     def of(self, index: int) -> Mapping[int, int]:
-        """What the backward pass makes for the next value of an input, and in how many steps it
-        is reached, the nearest first."""
+        """Values of the backward pass that the next value of an input depends on, and in how many
+        steps, nearest first."""
         if index not in self.known:
             start = self.graph.next_values[index]
             distances = dict(self._reached(start, index, equal=True))
@@ -209,8 +209,8 @@ class _Gradients:
         return self.known[index]
 
     def _reached(self, start: int, index: int, equal: bool) -> Iterator[tuple[int, int]]:
-        """Backward values behind a next value and their distances, by operands of equal
-        dimensions (of more, where they are summed) or by all."""
+        """Backward values that a next value depends on, with their distances. ``equal``: along
+        operands of equal dimensions (of more, where they are summed), else along all."""
         wanted = self.dims[index]
         queue, seen = deque([(start, 0)]), {start}
         while queue and len(seen) < REACH:
@@ -236,19 +236,19 @@ class _Gradients:
         return op.kind.startswith(("loop_", "branch_"))
 
     def _sources(self, op: Op, value: int) -> Iterator[int]:
-        """The operands of an operation, and what a loop brings back to its result."""
+        """The operands of an operation, and what a loop carries back to its result."""
         yield from (i for i in op.inputs if i != SCALAR)
         yield from self.backs.get(value, ())
 
     def _alike(self, op: Op, operand: int, result: int) -> bool:
-        """Whether an operand has the dimensions of the result, but for a loop's, those of another
-        view, and summed ones."""
+        """Whether an operand has the dimensions of the result, up to those that a loop border, a
+        view or a sum changes."""
         a, b = self.dims[operand], self.dims[result]
         return a == b or op.kind in SLICES | VIEWS | SUMS
 
     def made(self, parameter_of: dict[int, int]) -> dict[int, int]:
-        """Per gradient its parameter: those of ``parameter_of``, and what they are views and sums
-        of, back to the products and reductions that make them."""
+        """Per gradient, its parameter: those of ``parameter_of``, and the values that they are
+        views and sums of, back to the products and reductions that make them."""
         out = dict(parameter_of)
         stack = list(parameter_of)
         while stack:

@@ -1,9 +1,10 @@
-"""What the arguments of a step are that trains nothing: weights, or rows of examples.
+"""Roles of the arguments of a step that trains nothing: weights, or rows of examples.
 
-An evaluation, a prediction, a decoding step: no gradient tells which arrays are weights. What is
-computed does. Nearly all of it has the dimension of *examples*, which the weights do not have, and
-what they do have stands beside the examples or is summed over. A batch of another kind (documents
-beside queries) has a dimension of its own in what is computed from it and the weights.
+In an evaluation, a prediction or a decoding step, no gradient shows which arrays are weights, but
+the computed values do. Nearly all of them have the dimension of *examples*, which the weights do
+not have. The dimensions of weights occur together with the examples, or are summed over. A batch of
+another kind (documents beside queries) has a separate dimension in what is computed from it and the
+weights.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from planner.graph.labels.dims import INDICES, Dims, first_dim, forward_results
 from planner.rules.factor import FactorRule
 
 ALONE = 0.3
-"""An argument is fed too if its first dimension, without the examples, is in this share of what is
-computed from it and from another argument."""
+"""An argument is fed, too, if more than this share of what is computed from it and from another
+argument has its first dimension without the examples."""
 
 
 def may_be_untrained(graph: Graph) -> bool:
-    """Whether weights may come as an argument that never comes back: nothing is trained, or what
-    counts as trained may be rows that their own gradients move (guided sampling)."""
+    """Whether weights may be an argument that does not come back: nothing is trained, or what
+    counts as trained may be rows that are moved by their gradients (guided sampling)."""
     if not any(graph.values[v].role is Role.PARAMETER for v in graph.inputs):
         return True
     name = _names(graph)
@@ -38,9 +39,9 @@ def untrained_roles(graph: Graph, rules: Sequence[FactorRule]) -> dict[int, Role
     """The roles of the inputs of a step that trains no weights, where some argument holds weights.
 
     Weights are frozen, arrays of the state with the dimension of examples are examples, and other
-    arrays that do not come back are the batch. Empty where no argument of weights has several
-    arrays of different first dimensions, is one of stacked layers, or one that products with the
-    examples sum over: too little tells arguments apart then.
+    arrays that do not come back are the batch. Empty if no argument of weights has arrays of
+    different first dimensions, is a stack of layers, or has first dimensions that products with the
+    examples sum over: the arguments are ambiguous then.
 
     Args:
         graph: a step with phases and roles.
@@ -78,7 +79,7 @@ def untrained_roles(graph: Graph, rules: Sequence[FactorRule]) -> dict[int, Role
 
 
 def _names(graph: Graph) -> Callable[[int], str]:
-    """What the arrays of an argument, or of a part of the only one, have in common."""
+    """A function from an array to the name of its argument, or of its part of the only argument."""
 
     def name(value: int, parts: int) -> str:
         return "]".join(graph.values[value].name.split("]")[:parts])
@@ -88,8 +89,8 @@ def _names(graph: Graph) -> Callable[[int], str]:
 
 
 def _arguments(graph: Graph, name: Callable[[int], str]) -> list[list[int]]:
-    """The arrays of each argument that something reads (a prediction takes labels, too, and
-    drops them), keys and single numbers left out."""
+    """The arrays of each argument that operations read (a prediction may take labels and drop
+    them), without keys and single numbers."""
     read = {v for op in graph.ops for v in op.inputs}
     out: dict[str, list[int]] = {}
     for v in graph.inputs:
@@ -100,7 +101,7 @@ def _arguments(graph: Graph, name: Callable[[int], str]) -> list[list[int]]:
 
 
 class _Found:
-    """What is computed from which arguments, and the dimensions that it has."""
+    """The results that depend on several arguments, and the dimensions that they have."""
 
     def __init__(self, graph: Graph, dims: Dims, arguments: Sequence[Sequence[int]]) -> None:
         self.graph, self.dims, self.arguments = graph, dims, arguments
@@ -111,7 +112,7 @@ class _Found:
         results = forward_results(graph, arguments)
         several = ((mask, dims.all_of(o) & known) for o, mask in results if mask & (mask - 1))
         self.made = [(mask, has) for mask, has in several if has]
-        """Per result of several arguments, which these are, and the first dimensions it has."""
+        """Per result of several arguments, a mask of these, and the first dimensions in it."""
 
     def _shared(self, arrays: Sequence[int]) -> set[int]:
         """The first dimensions of more than half of the arrays of an argument."""
@@ -119,8 +120,8 @@ class _Found:
         return {d for d, n in many.items() if 2 * n > len(arrays)}
 
     def examples(self) -> int | None:
-        """The dimension that most of what is computed has: at a tie, one of an argument of fewer
-        arrays, then of the larger array."""
+        """The dimension that most results have: at a tie, that of an argument with fewer arrays,
+        then that of the larger array."""
         many = Counter(d for _, has in self.made for d in has & self.eligible)
 
         def of(dim: int) -> tuple[int, int, int]:
@@ -132,8 +133,8 @@ class _Found:
         return max(sorted(many), key=of, default=None)
 
     def looks_like_weights(self, arrays: Sequence[int], examples: int) -> bool:
-        """Whether arrays have different first dimensions, or those of layers that a loop goes
-        through, or one that products with the examples sum over and nothing else has."""
+        """Whether arrays have different first dimensions, or those of layers that a loop scans, or
+        ones that products with the examples sum over and no result without examples has."""
         firsts = {self.first[v] for v in arrays}
         if len(firsts) > 1:
             return True
@@ -144,14 +145,14 @@ class _Found:
         return summed and not any(has & firsts and examples not in has for _, has in self.made)
 
     def holds_weights(self, number: int, examples: int) -> bool:
-        """Whether an argument holds no examples."""
+        """Whether an argument holds weights instead of examples."""
         arrays, values = self.arguments[number], self.graph.values
         if any(examples in self.dims.all_of(v) for v in arrays):
             return False
         if all(values[v].dtype in INDICES for v in arrays):
             return False
         sizes = {values[v].shape[0] for v, d in self.first.items() if d == examples}
-        if all(values[v].shape[0] in sizes for v in arrays):  # behind an operation without a rule
+        if all(values[v].shape[0] in sizes for v in arrays):  # after an operation without a rule
             return False
         firsts = {self.first[v] for v in arrays} & self.eligible
         both = [has for mask, has in self.made if mask >> number & 1]

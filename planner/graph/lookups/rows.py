@@ -1,12 +1,12 @@
-"""A function of parameters on a few rows of its tables, instead of the whole tables.
+"""Evaluates a function of parameters on a few rows of its tables, instead of the whole tables.
 
-The function's jaxpr is evaluated again with ``Rows`` where the tables were; every look-up finds its
-rows among them. Nothing else changes, so that values and gradients are those of the function: a
-gradient of the rows is what the whole table's would have in these rows, and elsewhere it is zero.
+The function's jaxpr is evaluated with ``Rows`` in place of the tables; every look-up reads its rows
+from them. Nothing else changes, so values and gradients are those of the function: the gradient of
+the rows equals the whole table's gradient in these rows, which is zero in all others.
 
-Indices are computed once to say which rows are sent for, and again in the function. Those from
-floating-point arithmetic may differ by its rounding, which is not the same in two programs, so each
-look-up tells whether its rows are there.
+Indices are computed once to decide which rows to fetch, and again in the function. Indices from
+floating-point arithmetic may differ by rounding, which is not the same in two programs, so each
+look-up reports whether its rows are present.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from planner.graph.lookups.tables import (
 
 Ids = NDArray[np.int32]
 Missing = dict[str, list[Any]]
-"""By path of a table, bool arrays of its look-ups: where a row is not there."""
+"""By path of a table, bool arrays of its look-ups: True where a row is missing."""
 
 
 @functools.partial(
@@ -51,9 +51,9 @@ class Rows:
 
     Attributes:
         values: [n, *width].
-        ids: int32 [n], their numbers, ascending; ``rows`` behind the last that counts.
-        rows: of the table.
-        path: of the table.
+        ids: int32 [n], their numbers, ascending; padded with ``rows`` at the end.
+        rows: number of rows of the table.
+        path: path of the table.
     """
 
     values: Any
@@ -63,17 +63,17 @@ class Rows:
 
 
 def on_rows(lookups: LookUps, params_tree: Any) -> Callable[..., Any]:
-    """The function that ``lookups`` was made from, on rows.
+    """The function that ``lookups`` was made from, on rows of its tables.
 
     Args:
-        lookups: of the function; those of its tables are taken whose path the call names.
-        params_tree: the form of its parameters.
+        lookups: of the function; a call replaces those of its tables whose paths it names.
+        params_tree: the tree structure of its parameters.
 
     Returns:
         ``small(params, ids, *batch)``: ``params`` in the form of the parameters, tables replaced by
         their rows [n, *width]; ``ids`` their numbers, int32 [n] ascending, by path. A path that is
-        not in ``ids`` has its whole table. Gives the function's result, and by the paths of ``ids``
-        whether a look-up asked for a row that is not there (bool []); the result is wrong then.
+        not in ``ids`` has its whole table. Returns the function's result and, by path of ``ids``,
+        whether a look-up needed a missing row (bool []); the result is wrong then.
     """
     tables = {t.path: t for t in (*lookups.tables, *lookups.unused)}
 
@@ -92,7 +92,7 @@ def on_rows(lookups: LookUps, params_tree: Any) -> Callable[..., Any]:
 
 
 def unique_rows(table: LookupTable, indices: Sequence[NDArray[Any]]) -> Ids:
-    """The rows that a batch asks for: ascending, each once.
+    """The rows that a batch needs: ascending, each once.
 
     Args:
         table: the table.
@@ -100,7 +100,7 @@ def unique_rows(table: LookupTable, indices: Sequence[NDArray[Any]]) -> Ids:
 
     Raises:
         RequestError: an index is outside where the look-up promises that none is
-            (``table[ids]``); JAX leaves open what is read then.
+            (``table[ids]``); JAX does not define what is read then.
     """
     for index, bounds, source in zip(indices, table.bounds, table.sources, strict=True):
         if bounds == PROMISE and index.size and (index.min() < 0 or index.max() >= table.rows):
@@ -116,7 +116,7 @@ def unique_rows(table: LookupTable, indices: Sequence[NDArray[Any]]) -> Ids:
 
 
 def padded(ids: Ids, rows: int, size: int = 1) -> Ids:
-    """``ids`` with ``rows`` behind them up to a power of two, at least ``size``: few shapes, so few
+    """``ids`` padded with ``rows`` to a power of two, at least ``size``: few shapes, so few
     programs are compiled.
 
     >>> padded(np.array([2, 5, 7], np.int32), 10)
@@ -136,13 +136,13 @@ def _run(jaxpr: Any, args: Sequence[Any]) -> tuple[list[Any], Missing]:
 
 
 class _OnRows(Walk[Any]):
-    """Evaluates what is reached by ``Rows`` on them; everything else as it is."""
+    """Evaluates equations that read ``Rows`` on these rows, and all others unchanged."""
 
     def __init__(self) -> None:
         self.missing: Missing = {}
 
     def noted(self, results: tuple[Sequence[Any], Missing]) -> Sequence[Any]:
-        """Keep what is missing; gives the results."""
+        """Record what is missing; returns the results."""
         outs, missing = results
         for path, flags in missing.items():
             self.missing.setdefault(path, []).extend(flags)
@@ -193,7 +193,7 @@ class _OnRows(Walk[Any]):
 
 
 def _look_up(eqn: Any, ins: list[Any]) -> tuple[list[Any], Missing]:
-    """A look-up among the rows that are there."""
+    """A look-up in the rows that are present."""
     rows: Rows = ins[0]
     column = row_column(eqn, (rows.rows, *rows.values.shape[1:]))
     if column is None:
@@ -227,6 +227,6 @@ def _look_up(eqn: Any, ins: list[Any]) -> tuple[list[Any], Missing]:
 
 
 def _branch(paths: Sequence[str], jaxpr: Any, *operands: Any) -> tuple[list[Any], Missing]:
-    """All branches have to give the same: one flag for each table."""
+    """All branches must return the same structure: one flag for each table."""
     outs, missing = _run(jaxpr, operands)
     return outs, {path: [_any(missing.get(path, []))] for path in paths}

@@ -1,10 +1,10 @@
-"""Which parameters are only looked up by rows, and what the indices are.
+"""Finds the parameters that are only looked up by rows, and their indices.
 
 A table is served by rows when every use of it is a look-up of whole rows (``table[ids]``,
-``jnp.take(table, ids, axis=0)``, ``nn.Embed``) whose indices follow from the batch alone. The walk
-goes through the jaxpr of ``function(params, *batch)``: what depends on a parameter is *unknown*,
-what does not is computed, and with it the indices. ``lookups.rows`` evaluates the
-same function on the requested rows.
+``jnp.take(table, ids, axis=0)``, ``nn.Embed``) whose indices depend on the batch alone. The walk
+goes through the jaxpr of ``function(params, *batch)``: values that depend on a parameter are
+*unknown*, all others are computed, including the indices. ``lookups.rows`` evaluates the same
+function on the requested rows.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from planner.graph.jaxpr.walk import CUSTOM, Body, Loop
 from planner.graph.trace import abstract
 
 PROMISE, CLIP, FILL = "promise_in_bounds", "clip", "fill"
-"""What a look-up does with an index outside the table: the caller promised that there is none, the
-nearest row, or a row of the fill value (which has no gradient)."""
+"""What a look-up reads for an index outside the table: undefined, as the caller promised that there
+is none; the nearest row; or a row of the fill value (which has no gradient)."""
 
 SAME = frozenset("convert_element_type copy copy_p stop_gradient name reduce_precision".split())
-"""Operations that treat every element of a table by itself, before its look-up."""
+"""Elementwise operations that a table may pass before its look-up."""
 
 MOST_ROWS = 2**31 - 2
-"""Rows are counted in int32, the one behind the last included."""
+"""Maximum number of rows: row numbers are int32, including the one after the last."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,13 @@ class LookupTable:
     Attributes:
         leaf: its number among the arrays of the parameters.
         path: its place in them, as ``jax.tree_util.keystr`` writes it.
-        rows: how many it has.
+        rows: number of rows.
         width: shape of one row.
         dtype: name of its dtype.
         itemsize: bytes of one element.
         looked_up: how many rows one call looks up, repeated ones included.
-        bounds: of each look-up, what it does with an index outside (``PROMISE``, ``CLIP``,
-            ``FILL``).
-        sources: of each look-up, the user's line.
+        bounds: per look-up, how it handles an index outside (``PROMISE``, ``CLIP``, ``FILL``).
+        sources: per look-up, the user's line.
     """
 
     leaf: int
@@ -64,24 +63,24 @@ class LookupTable:
 
     @property
     def row_bytes(self) -> int:
-        """Of one row."""
+        """Bytes of one row."""
         return math.prod(self.width) * self.itemsize
 
 
 @dataclass(frozen=True, eq=False)
 class LookUps:
-    """What ``find_lookups`` found.
+    """Result of ``find_lookups``.
 
     Attributes:
         tables: the parameters that can be served by rows.
         refused: why others can't, by path.
-        unused: those of them that the function does not read at all: where they are served, no row
-            of theirs is asked for.
-        mixed: those of them that are looked up as well, by path.
+        unused: those of the refused that the function does not read at all: if they are served, no
+            row of them is requested.
+        mixed: paths of the refused that are looked up as well.
         jaxpr: of the function.
-        out_tree: form of its results.
-        indices: batch -> for each table, an int32 array [looks-ups' size] for each of its
-            look-ups; -1 and ``rows`` stand for what lies outside. Traceable.
+        out_tree: tree structure of its results.
+        indices: batch -> for each table, an int32 array [size of the look-up] for each of its
+            look-ups; -1 and ``rows`` stand for indices outside. Traceable.
     """
 
     tables: tuple[LookupTable, ...]
@@ -99,13 +98,13 @@ def find_lookups(
     batch: Sequence[Any],
     leaves: frozenset[int] | None = None,
 ) -> LookUps:
-    """See which parameters of ``function(params, *batch)`` are only looked up by rows.
+    """Find the parameters of ``function(params, *batch)`` that are only looked up by rows.
 
     Args:
         function: traceable; not run.
         params: pytree of arrays or ShapeDtypeStructs.
         batch: the other arguments.
-        leaves: numbers of the arrays of ``params`` to look at; None takes all.
+        leaves: numbers of the arrays of ``params`` to check; None takes all.
 
     Raises:
         ModelError: the function failed while traced.
@@ -176,9 +175,9 @@ def find_lookups(
 
 
 def row_column(eqn: Any, shape: tuple[int, ...]) -> int | None:
-    """Whether an equation looks up whole rows of its first operand, an array of ``shape``, and if
-    so which column of the indices (``gather``) or which operand after the first
-    (``dynamic_slice``) says which row."""
+    """The column of the indices (``gather``), or the operand after the first (``dynamic_slice``),
+    that selects the row, if an equation looks up whole rows of its first operand, an array of
+    ``shape``; else None."""
     params = eqn.params
     if eqn.primitive.name not in ("gather", "dynamic_slice"):
         return None
@@ -193,7 +192,7 @@ def row_column(eqn: Any, shape: tuple[int, ...]) -> int | None:
 
 
 def bounds_of(eqn: Any) -> str:
-    """What a look-up does with an index outside the table."""
+    """How a look-up handles an index outside the table."""
     if eqn.primitive.name == "dynamic_slice":
         return CLIP
     return {
@@ -231,7 +230,7 @@ UNKNOWN = _Unknown()
 
 @dataclass(frozen=True)
 class _Whole:
-    """A table, all of it, somewhere in the function."""
+    """A whole table as a value in the function."""
 
     leaf: int
     shape: tuple[int, ...]
@@ -248,7 +247,7 @@ class _Found:
 
 @dataclass(eq=False)
 class _Search(PlacedWalk[Any]):
-    """Computes what is known, and collects look-ups; of tables that are used otherwise, why.
+    """Computes known values and collects look-ups; for tables that are used otherwise, the reason.
 
     A value is an array, a table or ``UNKNOWN``.
     """
@@ -257,15 +256,15 @@ class _Search(PlacedWalk[Any]):
     found: list[_Found] = field(default_factory=list)
     indices: list[Any] = field(default_factory=list)
     taken: bool = True
-    """Whether what is walked through runs for certain."""
+    """Whether the code being walked is certain to run."""
 
     def refuse(self, table: _Whole, reason: str) -> None:
-        """The first reason is kept."""
+        """Record why a table can't be served by rows; only the first reason counts."""
         self.refused.setdefault(table.leaf, reason)
 
     @property
     def at(self) -> str:
-        """The line at hand, for the middle of a sentence."""
+        """The current line, for the middle of a sentence."""
         return f" at {self.place.line}" if self.place.line else ""
 
     def equation(self, eqn: Any, ins: list[Any]) -> Sequence[Any]:
@@ -288,13 +287,13 @@ class _Search(PlacedWalk[Any]):
         return none
 
     def call(self, eqn: Any, ins: list[Any], body: Body) -> Sequence[Any]:
-        """A table is not handed on to a derivative of its own."""
+        """Walk through a call, unless a table enters a function with a custom derivative."""
         if eqn.primitive.name in CUSTOM and any(isinstance(x, _Whole) for x in ins):
             return self.operation(eqn, ins)
         return super().call(eqn, ins, body)
 
     def look_up(self, eqn: Any, column: int, ins: list[Any]) -> None:
-        """Keep the indices of a look-up."""
+        """Record the indices of a look-up, or why its table can't be served by rows."""
         table, rows = ins[0], ins[0].shape[0]
         if any(x is UNKNOWN for x in ins[1:]):
             self.refuse(
@@ -308,13 +307,13 @@ class _Search(PlacedWalk[Any]):
             index = looked_up(eqn, column, ins[1:], rows).reshape(-1)
             bounds = bounds_of(eqn)
             if bounds == PROMISE and not self.taken:
-                bounds = CLIP  # nobody promised for a branch that is not taken
+                bounds = CLIP  # the promise excludes branches that are not taken
                 index = jnp.clip(index, 0, rows - 1)
             self.found.append(_Found(table.leaf, bounds, self.place.line))
             self.indices.append(index)
 
     def cond(self, eqn: Any, ins: list[Any], branches: tuple[Body, ...]) -> Sequence[Any]:
-        """Look-ups of all branches: more rows than needed are no error."""
+        """Collect the look-ups of all branches: more rows than needed are no error."""
         taken, self.taken = self.taken, False
         for body in branches:
             for out in self.run(body.jaxpr, body.args(ins)):
@@ -324,7 +323,7 @@ class _Search(PlacedWalk[Any]):
         return [UNKNOWN] * len(eqn.outvars)
 
     def loop(self, eqn: Any, ins: list[Any], loop: Loop) -> Sequence[Any]:
-        """A scan of what is known; look-ups give one array of indices an iteration."""
+        """Scan the known values; each look-up gives one array of indices per iteration."""
         if loop.trips is None:
             return self.operation(eqn, ins)
         for x in ins[loop.consts :]:

@@ -1,8 +1,8 @@
-"""Marks in a step whose examples are taken in groups (replicas), each on devices of its own.
+"""Marks in a step whose examples are split into groups (replicas), each on separate devices.
 
-A mark that splits examples over mesh axes says so of the whole microbatch; of a group it would ask
-for the devices of the others. So inside of the groups marks say nothing of these axes: the planner
-splits the groups over them.
+A mark that splits examples over mesh axes holds for the whole microbatch; for a group it would use
+the devices of the other groups. So marks inside the groups leave these axes out: the planner splits
+the groups over them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def example_axes(whole: Any, small: Any) -> frozenset[str]:
     """
     axes: set[str] = set()
     for a, b in zip(equations(whole), equations(small), strict=False):
-        if a.primitive is not b.primitive:  # in code that nothing reads; the rest was proved alike
+        if a.primitive is not b.primitive:  # in unused code; the rest was proved equal
             break
         entries = mark_entries(a.primitive.name, a.params) if a.primitive.name in MARKS else None
         if entries is None:
@@ -42,8 +42,8 @@ def example_axes(whole: Any, small: Any) -> frozenset[str]:
 
 
 def without_axes(eqn: Any, axes: frozenset[str]) -> Any:
-    """An equation whose marks, at any depth, do not name some mesh axes; they leave these
-    dimensions to the planner."""
+    """An equation with some mesh axes removed from its marks, at any depth; the planner decides
+    these dimensions."""
     name = eqn.primitive.name
     if not axes:
         return eqn

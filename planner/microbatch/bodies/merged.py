@@ -1,9 +1,9 @@
-"""Shapes of one trace, numbers of another.
+"""Merges two traces: the shapes of one with the numbers of the other.
 
-What an equation holds besides its operands is a shape or a number as well: the sizes of a slice
-along the examples follow from how many there are in a microbatch, and so do many that do not look
-like it (the turns of a loop, where a slice starts, an axis), which stay those of the whole batch.
-What belongs to a dimension that counts examples is a shape.
+The parameters of an equation are shapes or numbers, too. A shape, such as the size of a slice along
+the examples, follows from the number of examples in a microbatch. A number (the iterations of a
+loop, the start of a slice, an axis) may differ between the traces, but stays that of the whole
+batch. A parameter that belongs to a dimension of examples is a shape.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from planner.microbatch.errors import NotExactError
 from planner.rules.kernels.pallas.grid import NAME as KERNEL
 
 PLAIN = (bool, int, float, str, enum.Enum, type(None), np.generic)
-"""Kinds of values that are numbers, or say which of several things an operation does."""
+"""Types of values that are numbers, or that select what an operation does."""
 GROUPS = frozenset({"feature_group_count", "batch_group_count"})
-"""What counts groups of channels or examples, and divides a shape."""
+"""Parameters that count groups of channels or examples, and divide a shape."""
 SIZES = frozenset("k permutation_size fft_lengths sizes shape new_sizes axis_size".split())
-"""What is a length where it is as long as a dimension of examples."""
+"""Parameters that are lengths if they equal the size of a dimension of examples."""
 PIECES = frozenset({"sizes", "fft_lengths"})
-"""Of these, what has one entry for each piece and none for each dimension."""
+"""Those of ``SIZES`` with one entry per piece instead of per dimension."""
 DIMENSIONS = frozenset("permutation dimensions axes axis dimension broadcast_dimensions".split())
-"""What names dimensions, and counts none."""
+"""Parameters that name dimensions, not sizes."""
 CALLBACKS = frozenset({"pure_callback", "io_callback"})
 FOREIGN = "ffi_call"
-"""Calls of code that is not JAX's: its attributes may be shapes or numbers."""
+"""Calls of foreign code: their attributes may be shapes or numbers."""
 
 
 def merged(whole: Any, small: Any) -> Any:
     """The equation of the small trace with the numbers of the whole one.
 
     Args:
-        whole, small: an equation in both traces; whichever is longer.
+        whole, small: an equation in both traces; either may be the longer one.
 
     Raises:
-        NotExactError: they differ in what may be a shape or a number.
+        NotExactError: they differ in a parameter that may be a shape or a number.
     """
     name = whole.primitive.name
     if name in CALLBACKS and _closed_over(whole) != _closed_over(small):
@@ -64,7 +64,7 @@ class _Lengths:
 
     @functools.cached_property
     def shapes(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Of all operands, then of all results."""
+        """Shapes in both traces: of all operands, then of all results."""
         ends = ((self.whole.invars, self.small.invars), (self.whole.outvars, self.small.outvars))
         return [
             (compat.aval_shape(a.aval), compat.aval_shape(b.aval))
@@ -74,7 +74,7 @@ class _Lengths:
 
     @functools.cached_property
     def pairs(self) -> set[tuple[int, int]]:
-        """Both lengths of each that differs."""
+        """Both sizes of each dimension that differs."""
         return {(m, n) for a, b in self.shapes for m, n in zip(a, b, strict=True) if m != n}
 
     def along(self, rank: int, d: int) -> bool:
@@ -84,14 +84,14 @@ class _Lengths:
         return any(len(a) == rank and a[d] != b[d] for a, b in first)
 
     def has_rank(self, rank: int) -> bool:
-        """Whether the first operand, or the first result, has so many dimensions."""
+        """Whether the first operand, or the first result, has ``rank`` dimensions."""
         count = len(self.whole.invars)
         first = [*self.shapes[: min(count, 1)], *self.shapes[count : count + 1]]
         return any(len(a) == rank for a, _ in first)
 
     @property
     def over_examples(self) -> bool:
-        """Whether a scan goes over examples."""
+        """Whether a scan iterates over examples."""
         loop = loop_of(self.whole)
         begin = loop.consts + loop.carries
         count = len(self.whole.invars)
@@ -100,7 +100,7 @@ class _Lengths:
 
 
 def _param(name: str, whole: Any, small: Any, lengths: _Lengths) -> Any:
-    """A parameter of an equation."""
+    """The merged value of a parameter of an equation."""
     if isinstance(whole, tuple) and whole and all(hasattr(x, "jaxpr") for x in whole):
         bodies = [merged_jaxpr(a, b) for a, b in zip(whole, small, strict=True)]
         return type(small)(*bodies) if hasattr(small, "_fields") else tuple(bodies)
@@ -127,7 +127,7 @@ def _param(name: str, whole: Any, small: Any, lengths: _Lengths) -> Any:
 
 
 def _differ(whole: Any, small: Any) -> bool:
-    """Whether two parameters say something else; of what can't be compared, no."""
+    """Whether two parameters differ; False if they can't be compared."""
     if whole is small:
         return False
     if isinstance(whole, PLAIN) or type(whole).__name__.endswith("DimensionNumbers"):
@@ -138,7 +138,7 @@ def _differ(whole: Any, small: Any) -> bool:
 
 
 def _closed_over(eqn: Any) -> list[Any]:
-    """Numbers and words that the function of a callback holds."""
+    """Numbers and strings that the function of a callback closes over."""
 
     def held(function: Any, depth: int = 0) -> Iterator[Any]:
         if depth > MOST_DEEP:
@@ -168,7 +168,7 @@ def _closed_over(eqn: Any) -> list[Any]:
 
 
 MOST_DEEP = 8
-"""Functions inside of functions that are looked at."""
+"""Maximum nesting depth of functions to inspect."""
 
 
 def merged_jaxpr(whole: Any, small: Any) -> Any:

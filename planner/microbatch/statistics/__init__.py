@@ -1,1 +1,1 @@
-"""Statistics that each microbatch has of its own, and how they are put together."""
+"""Per-microbatch statistics, and how they are combined."""

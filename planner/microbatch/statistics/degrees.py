@@ -1,12 +1,12 @@
-"""How every value of a step grows with the number of examples: as its d-th power.
+"""Finds the degree d of every value of a step: it grows as the d-th power of the example count.
 
-If all examples of a batch came twice, a sum over them would double (d = 1), a mean would stay
-(d = 0), the cotangent of one example of a mean would be halved (d = -1). So the degree of a value
-that each microbatch has of its own says what it is for the whole batch: a sum of sums, a mean of
+If every example of a batch occurred twice, a sum over them would double (d = 1), a mean would stay
+the same (d = 0), and the cotangent of one example of a mean would halve (d = -1). The degree of a
+per-microbatch value therefore determines the value of the whole batch: a sum of sums, or a mean of
 means.
 
-Degrees follow from those of the operands; sums over examples, and numbers that differ between the
-two traces, such as the 1/B of a mean, bring new ones in.
+The degree of a result follows from those of its operands. Sums over examples, and numbers that
+differ between the two traces, such as the 1/B of a mean, change it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from planner.microbatch.algebra import are_zeros, draws
 from planner.microbatch.pairs import Node, Number, Operand, Pair, pair
 
 Degree = float
-"""A power; ``ANY`` of zeros, which stay zeros; ``UNKNOWN``."""
+"""A power; ``ANY`` for zeros, which stay zeros; or ``UNKNOWN``."""
 ANY, UNKNOWN = math.inf, math.nan
 
 ALIKE = frozenset(
@@ -43,27 +43,27 @@ ALIKE = frozenset(
     "reduce_window_max reduce_window_min reduce_window "
     "scatter scatter-add scatter_add top_k complex conj psum".split()
 )
-"""Operations whose results grow as their floating operands do, all of which grow alike."""
+"""Operations whose results have the common degree of their floating-point operands."""
 PRODUCTS = frozenset("mul dot_general conv_general_dilated ragged_dot ragged_dot_general".split())
 POWERS = {"sqrt": 0.5, "rsqrt": -0.5, "cbrt": 1.0 / 3.0, "square": 2.0}
 SUMS = frozenset(
     "reduce_sum dot_general conv_general_dilated ragged_dot ragged_dot_general scatter-add "
     "scatter_add".split()
 )
-"""Operations that add up over the dimensions that they lose."""
+"""Operations that sum over the dimensions that they remove."""
 TINY = 1e-3
-"""What a literal is at most that is added so that nothing is divided by zero; of integers, 1."""
+"""Largest literal that counts as added to avoid a division by zero; for integers, 1."""
 EXACT = 1e-3
-"""How far the power of a number that differs between the traces may be from a half."""
+"""Tolerance for the power of a number that differs between the traces, a multiple of 1/2."""
 PICKS = frozenset("gather slice dynamic_slice split squeeze top_k sort".split())
-"""Operations that take some of the examples, and add nothing up."""
+"""Operations that select some of the examples, without summing."""
 PLACES = frozenset("pad dynamic_update_slice concatenate".split())
-"""Operations, besides scatters, that put values among others."""
+"""Operations, besides scatters, that place values among others."""
 COMPARES = frozenset("eq ne lt le gt ge".split())
 
 
 def same(degrees: Iterable[Degree]) -> Degree:
-    """The degree that all have, but for zeros; UNKNOWN if they differ."""
+    """The common degree, zeros aside; UNKNOWN if degrees differ."""
     distinct = {d for d in degrees if not math.isinf(d)}
     if any(math.isnan(d) for d in distinct) or len(distinct) > 1:
         return UNKNOWN
@@ -71,7 +71,7 @@ def same(degrees: Iterable[Degree]) -> Degree:
 
 
 class Degrees:
-    """Finds degrees, given by how many times a microbatch has fewer examples."""
+    """Computes degrees; ``count`` is the number of microbatches."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -82,7 +82,7 @@ class Degrees:
         for v, x in step.consts.items():
             known[v] = ANY if v in zeros or are_zeros(x) else 0.0
         numbers: dict[int, Number] = {}
-        places = set(step.consts)  # what follows from positions and constants alone
+        places = set(step.consts)  # values that depend on positions and constants alone
         for node, live in zip(step.nodes, step.live(), strict=True):
             placed = places.issuperset(node.values) and not draws(node.name)
             if placed:
@@ -101,8 +101,8 @@ class Degrees:
 
     @staticmethod
     def uneven(step: Pair, node: Node, placed: bool) -> bool:
-        """Whether an operation treats some examples unlike others: it takes a fixed number of them,
-        or writes over some rows, or tells examples, or pairs of them, apart by their places."""
+        """Whether an operation treats examples differently: it selects a fixed number of them,
+        overwrites some rows, or compares the positions of examples or of pairs of examples."""
         before = max((len(step.scaled(v)) for v in node.values), default=0)
         after = max((len(step.scaled(o)) for o in node.outs), default=0)
         adds = node.name.startswith(("scatter-add", "scatter_add"))
@@ -110,7 +110,7 @@ class Degrees:
             return after > 0
         if node.name in PICKS:
             return after < before
-        if adds:  # the transpose of taking a fixed number
+        if adds:  # the transpose of selecting a fixed number
             return bool(after and not step.scaled(node.values[-1]))
         if node.name in PLACES or node.name.startswith("scatter"):
             grows = [bool(step.scaled(v)) for v in node.values]
@@ -142,7 +142,7 @@ class Degrees:
             return round(2 * power) / 2
         for sign, a, b in ((1.0, large, less), (-1.0, 1 / large, 1 / less)):
             rest = (a - self.count * b) / (self.count - 1)
-            if abs(abs(rest) - 1.0) <= EXACT:  # the 15 of 16 examples and the 3 of 4
+            if abs(abs(rest) - 1.0) <= EXACT:  # off by one: 15 of 16 examples, 3 of 4
                 return sign
         return UNKNOWN
 
@@ -169,35 +169,35 @@ class Degrees:
         elif name == "sign":
             degree = 0.0
         elif name in ("select_and_scatter_add", "select_and_gather_add"):
-            degree = ins[0]  # of what goes to where the maxima are
+            degree = ins[0]  # of the values that go to the positions of the maxima
         elif name == "select_n" and math.isnan(ins[0]):
             degree = UNKNOWN
         elif name in ("scatter-add", "scatter_add"):
             degree = same([ins[0], ins[2] + self.lost(step, node)])
         elif name in ALIKE:
             degree = same(self.floating(node, ins)) + self.lost(step, node)
-        elif name in COMPARES:  # with what grows alike, such as an expert's capacity
+        elif name in COMPARES:  # of values of one degree, such as with an expert's capacity
             degree = UNKNOWN if math.isnan(same(ins)) else 0.0
-        else:  # any other function keeps what does not grow, but where it joins examples
+        else:  # any other function preserves degree 0, unless it joins examples
             joins = self.joins(step, node)
             degree = 0.0 if same(ins) in (0.0, ANY) and not joins else UNKNOWN
         return [self.typed(v, degree) for v in node.whole.outvars]
 
     @staticmethod
     def joins(step: Pair, node: Node) -> bool:
-        """Whether a result has fewer dimensions of examples than an operand."""
+        """Whether a result has fewer example dimensions than an operand."""
         before = max((len(step.scaled(v)) for v in node.values), default=0)
         return any(len(step.scaled(o)) < before for o in node.outs)
 
     @staticmethod
     def typed(var: Any, degree: Degree) -> Degree:
-        """Truth values do not grow."""
+        """The degree of a variable; 0 for booleans, which do not grow."""
         number = jnp.issubdtype(dtype_of(var), jnp.number)
         return degree if number or math.isnan(degree) else 0.0
 
     @staticmethod
     def floating(node: Node, ins: list[Degree]) -> list[Degree]:
-        """Those of the operands that are of the results' kind: no indices, no conditions."""
+        """The degrees of operands of the results' kind, without indices and conditions."""
         kinds = [jnp.issubdtype(dtype_of(v), jnp.inexact) for v in node.whole.outvars]
         if node.name in ("gather", "dynamic_slice"):
             return ins[:1]
@@ -210,8 +210,8 @@ class Degrees:
 
     @staticmethod
     def lost(step: Pair, node: Node) -> float:
-        """How many dimensions of examples an operation adds up over."""
-        if node.name == "cumsum":  # places among all examples
+        """Number of example dimensions that an operation sums over."""
+        if node.name == "cumsum":  # positions among all examples
             return float(any(node.whole.params["axis"] in step.scaled(v) for v in node.values))
         if node.name not in SUMS:
             return 0.0
@@ -225,7 +225,7 @@ class Degrees:
         return float(any(grows) and not any(step.scaled(o) for o in node.outs))
 
     def product(self, step: Pair, node: Node, ins: list[Degree]) -> Degree:
-        """Of a product: the sum of the degrees."""
+        """The degree of a product: the sum of those of its operands, plus ``lost``."""
         floats = ins[:2]
         return ANY if any(map(math.isinf, floats)) else sum(floats) + self.lost(step, node)
 
@@ -236,7 +236,8 @@ class Degrees:
         return [self.read(o, known) for o in inner.outputs]
 
     def scan(self, node: Node, ins: list[Degree]) -> list[Degree]:
-        """Of a loop: carries grow as they enter and as each turn leaves them."""
+        """The degrees of a loop's results. A carry has the degree that its initial value shares
+        with its value after each iteration."""
         loop, twin = loop_of(node.whole), loop_of(node.small)
         (whole,), (small,) = loop.bodies, twin.bodies
         begin, end = loop.consts, loop.consts + loop.carries
@@ -253,19 +254,19 @@ class Degrees:
         return [UNKNOWN] * len(node.outs)
 
     def cond(self, node: Node, ins: list[Degree]) -> list[Degree]:
-        """Of a conditional: what all branches have in common."""
+        """The degrees of a conditional's results: those that all branches share."""
         pairs = zip(branches_of(node.whole), branches_of(node.small), strict=True)
         by_branch = [self.body(a.jaxpr, b.jaxpr, ins[1:]) for a, b in pairs]
         return [same(each) for each in zip(*by_branch, strict=True)]
 
 
 def dtype_of(var: Any) -> Any:
-    """The type of the elements of a variable; of what is no array, that of a truth value."""
+    """The dtype of a variable; bool if it is not an array."""
     return getattr(var.aval, "dtype", np.dtype(bool))
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Whether two numbers, or arrays of such, are the same; keys of random numbers are."""
+    """Whether two numbers or arrays are equal; random keys count as equal."""
     if jnp.issubdtype(jnp.result_type(a), jax.dtypes.prng_key):
         return True
     a, b = np.asarray(a), np.asarray(b)
@@ -273,7 +274,7 @@ def equal(a: Any, b: Any) -> bool:
 
 
 def _folded(node: Node, numbers: dict[int, Number]) -> Number | None:
-    """The result of an equation of numbers in both traces; None of any other."""
+    """The result of an equation of numbers, in both traces; None for any other equation."""
     ins = [i if isinstance(i, Number) else numbers.get(i) for i in node.ins]
     plain = node.name not in STRUCTURED and len(node.outs) == 1 and not node.whole.effects
     if not ins or None in ins or not plain or compat.aval_shape(node.whole.outvars[0].aval):
@@ -285,7 +286,7 @@ def _folded(node: Node, numbers: dict[int, Number]) -> Number | None:
 
 
 def _guards(name: str, operand: Operand) -> bool:
-    """Whether a literal only keeps a value off zero or within bounds: it need not grow."""
+    """Whether a literal only keeps a value off zero or within bounds; its degree is ignored."""
     if not isinstance(operand, Number) or np.size(operand.whole) != 1:
         return False
     least = 1 if jnp.issubdtype(jnp.result_type(operand.whole), jnp.integer) else TINY

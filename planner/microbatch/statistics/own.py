@@ -1,12 +1,14 @@
-"""Steps whose examples depend on each other: each microbatch has its own statistics.
+"""Per-microbatch statistics, for steps whose examples depend on each other.
 
-BatchNorm, a balance loss of experts, a contrastive loss: cut into microbatches, such a step can't
-equal the whole batch. Where that is allowed (``statistics="per-microbatch"``), the loop runs the
-step as it is for a microbatch, up to its loss and its gradients. These, and statistics that the
-state keeps, are put together by their degree (``degrees``): sums are added up, means averaged. The
-rest of the step, such as clipping and the update, runs once. Still exact: sums of the batch alone,
-such as the number of tokens that a mask leaves, which every microbatch gets its even share of;
-random numbers, which are drawn for the whole batch and sliced; whatever no statistic has a part in.
+BatchNorm, a load-balancing loss of experts and a contrastive loss couple examples. In microbatches,
+such a step does not equal the step on the whole batch. If that is allowed
+(``statistics="per-microbatch"``), the loop runs the step for each microbatch up to its loss and
+gradients. These, and statistics in the state, are combined by their degree (``degrees``): sums are
+added up, means are averaged. The rest of the step, such as clipping and the update, runs once.
+
+The following values stay exact: sums of the batch alone, such as the number of unmasked tokens, of
+which every microbatch gets an even share; random numbers, which are drawn for the whole batch and
+sliced; and every value that depends on no statistic.
 """
 
 from __future__ import annotations
@@ -37,15 +39,15 @@ TRAINED = frozenset({Role.PARAMETER, Role.MOMENT})
 
 @dataclass(frozen=True, eq=False)
 class Own:
-    """A step whose microbatches have statistics of their own.
+    """A step with per-microbatch statistics.
 
     Attributes:
-        step: the pair, with equations that make the share of a microbatch of what all have in
-            common.
-        found: its classes; SUM is whatever leaves the loop to be put together.
+        step: the pair, with added equations that compute a microbatch's share of values that all
+            microbatches have in common.
+        found: the classes of its values; SUM marks all values that leave the loop to be combined.
         inside: what the loop runs in place of an equation, by its ``id``.
-        degrees: of values, see ``degrees``.
-        count: parts that the batch is cut into.
+        degrees: degrees of values, see ``degrees``.
+        count: number of microbatches.
     """
 
     step: Pair
@@ -55,16 +57,16 @@ class Own:
     count: int
 
     def factor(self, value: int, stacked: bool) -> float:
-        """What the sum (or the stack) of all microbatches' is to be multiplied by.
+        """Factor by which the sum (or the stack) over all microbatches is multiplied.
 
         Raises:
-            NotExactError: how the value grows is not known.
+            NotExactError: the value is neither a sum nor a mean over examples.
         """
         degree = self.degrees.get(value, 0.0)
         degree = float(not stacked) if math.isinf(degree) else degree
         power = degree - (not stacked)
         floating = jnp.issubdtype(self.step.avals[value][0].dtype, jnp.inexact)
-        neither = not stacked and degree not in (0.0, 1.0)  # as the square of a sum
+        neither = not stacked and degree not in (0.0, 1.0)  # such as the square of a sum
         if math.isnan(power) or neither or (power and not floating):
             maker = next((n for n in self.step.nodes if value in n.outs), None)
             where = f"{maker.line}: {maker.name}" if maker is not None else "a value"
@@ -81,17 +83,17 @@ def forward(n: Node) -> bool:
 
 
 def own_statistics(step: Pair, classes: Classes, graph: Graph, count: int) -> Own:
-    """The step with statistics of each microbatch.
+    """The step with per-microbatch statistics.
 
     Args:
         step: the step, for the whole batch and a microbatch.
         classes: its classes, with couplings allowed.
-        graph: of the whole step.
-        count: parts that the batch is cut into.
+        graph: graph of the whole step.
+        count: number of microbatches.
 
     Raises:
-        NotExactError: a microbatch would need parameters that the step has updated, or its share of
-            what can't be shared.
+        NotExactError: a microbatch would need parameters that the step has updated, or a share of a
+            value that can't be divided.
     """
     return _Owner(step, classes, count).made(graph)
 
@@ -102,13 +104,13 @@ class _Owner:
 
     Attributes:
         of: the classes.
-        nodes: the equations, copies among them.
+        nodes: the equations, including copies.
         inside: see ``Own``.
-        copies: what a microbatch reads in place of a value that no example has a part in: by value,
-            and by whether a statistic reads it.
-        varies: such values that would be others in the small trace.
-        sums: those of them that sums of the batch alone have a part in.
-        transposed: those of them that such sums of the backward pass have a part in: cotangents of
+        copies: what a microbatch reads in place of a FREE value, by the value and by whether a
+            statistic reads it.
+        varies: FREE values that differ in the small trace.
+        sums: those of them that depend on sums of the batch alone.
+        transposed: those of them that depend on such sums of the backward pass: cotangents of
             statistics.
         behind: values that depend on gradients.
         differentiates: whether the step has a backward pass.
@@ -138,7 +140,7 @@ class _Owner:
         self.makers = {o: n for n in self.step.nodes for o in n.outs}
 
     def made(self, graph: Graph) -> Own:
-        """The result."""
+        """Build the result."""
         live = [n for n, x in zip(self.step.nodes, self.step.live(), strict=True) if x]
         self.differentiates = any(named_phase(n.names) is Phase.BACKWARD for n in live)
         new = (self.step.outputs[o] for _, o in graph.ties)
@@ -173,18 +175,18 @@ class _Owner:
         return Own(step, replace(self.found, of=self.of), self.inside, self.degrees, self.count)
 
     def of_examples(self, n: Node) -> bool:
-        """Whether an equation reads examples or makes some."""
+        """Whether an equation reads or computes examples."""
         classes = {self.of[o] for o in n.outs}
         if self.found.drawn.intersection(n.outs) or classes <= {FREE}:
             return False
         return MAP in classes or MAP in {self.of[v] for v in n.values}
 
     def of_losses(self, n: Node) -> bool:
-        """Whether an equation makes a loss, a gradient or a figure of what the loop has: each
-        microbatch has a loss of its own, and gradients are those of their mean.
+        """Whether an equation computes a loss, a gradient or a metric from values of the loop. Each
+        microbatch has its own loss, and gradients are those of the mean loss.
 
         Raises:
-            NotExactError: it does, and how its result grows is not known.
+            NotExactError: it does, and the degree of its result is not known.
         """
         classes = {self.of[v] for v in n.values}
         if {self.of[o] for o in n.outs} != {POST} or POST in classes or n.whole.effects:
@@ -194,7 +196,7 @@ class _Owner:
             return False
         unknown = any(math.isnan(self.degrees[o]) for o in n.outs)
         if unknown and not named and n.name in ADDITIONS:
-            return False  # of what is put together by then
+            return False  # its operands are combined by then
         if unknown:
             raise NotExactError(
                 f"{REFUSED}: {n.line}: {n.name} is neither a sum nor a mean over examples; {LEAVE}"
@@ -202,12 +204,12 @@ class _Owner:
         return named or self.differentiates or id(n) not in self.updates
 
     def follow(self, n: Node) -> None:
-        """Write down what depends on gradients."""
+        """Record the values that depend on gradients."""
         if named_phase(n.names) is Phase.BACKWARD or not self.behind.isdisjoint(n.values):
             self.behind.update(n.outs)
 
     def note(self, n: Node) -> None:
-        """Write down whether what no example has a part in would be another in the small trace."""
+        """Record the FREE results of an equation that differ in the small trace."""
         if {self.of[o] for o in n.outs} != {FREE} or any(self.step.scaled(o) for o in n.outs):
             return
         summed = MAP in {self.of[v] for v in n.values} or not self.sums.isdisjoint(n.values)
@@ -295,7 +297,7 @@ class _Owner:
         return weights
 
     def read_by(self, examples: Sequence[Node]) -> list[Node]:
-        """The equations besides these without which they can't go on, in order."""
+        """The equations that these depend on besides FREE and MAP values, in order."""
         taken = {id(n) for n in examples}
         wanted = [v for n in examples for v in n.values]
         needed: dict[int, Node] = {}
@@ -309,7 +311,8 @@ class _Owner:
         return [n for n in self.step.nodes if id(n) in needed]
 
     def check(self, graph: Graph, examples: Sequence[Node], statistics: Sequence[Node]) -> None:
-        """Raise NotExactError if the loop would need, or make, the new value of a trained array."""
+        """Raise NotExactError if the loop would read or compute the new value of a trained
+        array."""
         early = {o for n in statistics for o in n.outs}
         for i, o in graph.ties:
             known, value = graph.values[graph.inputs[i]], self.step.outputs[o]
@@ -327,7 +330,7 @@ class _Owner:
                 )
 
     def shared(self, operand: Operand, for_statistic: bool) -> Operand:
-        """What a microbatch reads in place of an operand; ``for_statistic``: for a statistic."""
+        """What a microbatch reads in place of an operand; ``for_statistic``: in a statistic."""
         if isinstance(operand, Number) or operand not in self.varies:
             return operand
         key = operand, for_statistic
@@ -340,7 +343,7 @@ class _Owner:
         return self.copies[key]
 
     def copy(self, n: Node, for_statistic: bool) -> None:
-        """The equation once more, with the numbers of the small trace."""
+        """Add a copy of an equation with the numbers of the small trace."""
         ins = tuple(
             Number(i.small, i.small) if isinstance(i, Number) else self.shared(i, for_statistic)
             for i in n.ins
@@ -353,7 +356,7 @@ class _Owner:
             self.inside[id(self.nodes[-1])] = self.nodes[-1]
 
     def share(self, value: int) -> None:
-        """The even share of a microbatch of what sums of the whole batch have a part in."""
+        """Add a microbatch's even share of a value that depends on sums of the whole batch."""
         aval, degree = self.step.avals[value][0], self.degrees[value]
         if math.isnan(degree) or not jnp.issubdtype(aval.dtype, jnp.inexact):
             n = self.makers[value]
@@ -371,7 +374,7 @@ class _Owner:
         self.nodes.append(Node(eqn, eqn, ins, (even_share,)))
 
     def new(self, like: int, kind: Class) -> int:
-        """The number of another value of the same type."""
+        """Add a value of the same type as ``like``; returns its number."""
         self.step.avals.append(self.step.avals[like])
         number = len(self.step.avals) - 1
         self.of[number], self.degrees[number] = kind, self.degrees[like]

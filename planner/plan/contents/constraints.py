@@ -1,4 +1,4 @@
-"""Where the executor must constrain a sharding."""
+"""Decides where the executor must constrain a sharding."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ UNHELD = frozenset({"loop_const", "loop_out", "loop_ys", "branch_in", "branch_ou
 
 
 def constraints_of(extraction: Extraction) -> tuple[Constraint, ...]:
-    """Where the executor must say a sharding: operands and results of operations that
-    mix dimensions, borders, and every place where a sharding changes."""
+    """The constraints that the executor must set: on operands and results of operations that mix
+    dimensions, on borders, and wherever a sharding changes."""
     graph, groups = extraction.graph, extraction.priced.analysis.groups
     out: dict[tuple[int, str, int], Constraint] = {}
 
@@ -38,24 +38,24 @@ def constraints_of(extraction: Extraction) -> tuple[Constraint, ...]:
                 split = tuple(b if a == rank + 1 else a for a, b in zip(src, dst, strict=True))
                 before = split
                 if split != dst:
-                    # summed as it is split: else XLA may undo the split of the operands
+                    # reduced with this split: otherwise XLA may undo the split of the operands
                     add(link.op, "made", -2 - link.operand, extraction.from_digits(split, rank))
                 elif any(b for a, b in zip(src, dst, strict=True) if a == rank + 1):
-                    # summed, then split, which is one reduce-scatter: left alone, Shardy may
+                    # reduced, then split, which is one reduce-scatter: otherwise Shardy may
                     # move the operands instead
                     whole = [0 if a == rank + 1 else a for a in src]
                     add(link.op, "made", -2 - link.operand, extraction.from_digits(whole, rank))
             elif src != dst:
-                # computed as it is, then resharded: left alone, XLA may push the new
-                # sharding back into an operation that it partitions wrongly
+                # computed with the old sharding, then resharded: otherwise XLA may propagate
+                # the new sharding back into an operation that it partitions wrongly
                 add(link.op, "made", -2 - link.operand, extraction.from_digits(src, rank))
             if (way := _halfway(extraction, before, dst, link.value)) is not None:
                 add(link.op, "after", -2 - link.operand, extraction.from_digits(way, rank))
             add(link.op, "out", -2 - link.operand, extraction.from_digits(dst, rank))
         elif kind == "anchor" or src != dst:
             if src != dst and rank + 1 not in src:
-                # said where the value is made: left alone, Shardy gives the value, or its
-                # later readers, the new sharding
+                # constrained where the value is made: otherwise Shardy gives the value, or
+                # its later readers, the new sharding
                 value = graph.values[link.value]
                 held = value.op >= 0 and graph.ops[value.op].kind not in UNHELD
                 if held and groups.groups[link.a].kind != "copy":
@@ -87,8 +87,9 @@ def constraints_of(extraction: Extraction) -> tuple[Constraint, ...]:
 def _halfway(
     extraction: Extraction, src: tuple[int, ...], dst: tuple[int, ...], value: int
 ) -> tuple[int, ...] | None:
-    """Where a change that moves axes and gathers others stands before it gathers, if it passes
-    there: asked for both at once, XLA's partitioner gathers the whole value instead."""
+    """The intermediate sharding of a change that moves some axes and gathers others: all moves are
+    done, no gathers. None if there is no such sharding on the way. If one constraint requires both,
+    XLA's partitioner gathers the whole value instead."""
     shape, sizes = extraction.graph.values[value].shape, extraction.priced.mesh.sizes
     moves = any(0 < s != d > 0 for s, d in zip(src, dst, strict=True))
     gathers = any(s > 0 == d for s, d in zip(src, dst, strict=True))

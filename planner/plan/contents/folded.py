@@ -1,11 +1,11 @@
-"""A plan's lists as its file has them: 96 equal layers take the lines of one.
+"""Folds the lists of a plan for its file: 96 equal layers take the lines of one.
 
-A block ``{"repeat": n, "rows": [...]}`` stands for its rows n times over. In a row, ``{a+bi}``
-is a whole number that grows with i = 0, 1, ..., n - 1; the values of i are listed as ``"order"``
-where they are others (``layer_10`` sorts before ``layer_2``).
+A block ``{"repeat": n, "rows": [...]}`` stands for n repetitions of its rows. In a row, ``{a+bi}``
+is an integer that grows with i = 0, 1, ..., n - 1. If i takes other values, they are listed as
+``"order"`` (``layer_10`` sorts before ``layer_2``).
 
-Constraints of one operation stand in one row, and results that lie as the arguments that they
-replace are named by the places of these.
+Constraints of one operation share one row. Results with the same rows as the arguments that they
+replace are given by the positions of those arguments.
 
 >>> rows = [{"path": f"['layers'][{k}]['w']", "op": 7 + 3 * k} for k in range(40)]
 >>> fold(rows)
@@ -25,13 +25,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 FEWEST = 3
-"""Repetitions of a block."""
+"""Fewest repetitions of a block."""
 WORTH = 16
-"""Rows that a block saves at least: short lists read better as they are."""
+"""Fewest rows that a block saves: short lists read better unfolded."""
 LONGEST = 256
-"""Rows of a block at most."""
+"""Most rows of a block."""
 MOST, MOST_TEXT = 1_000_000, 1 << 30
-"""Rows that a list may stand for, and characters of their texts."""
+"""Most rows that a list may stand for, and most characters of their texts."""
 
 _NUMBER = re.compile(r"(?<![\d.])(?:0|[1-9]\d*)(?![\d.])")
 _HOLE = re.compile(r"\{(-?\d+)([+-]\d+)i\}")
@@ -40,10 +40,10 @@ Order = list[int] | None
 
 
 def fold(rows: Sequence[Any]) -> list[Any]:
-    """The rows, with blocks in place of those that repeat.
+    """The rows, with blocks in place of repeated rows.
 
     Args:
-        rows: of a list of a plan, as JSON has them.
+        rows: rows of a list of a plan, as plain JSON data.
     """
     texts = [json.dumps(row) for row in rows]
     if len(rows) < WORTH + 1 or any(_HOLE.search(text) or '"repeat"' in text for text in texts):
@@ -73,7 +73,7 @@ def unfold(rows: Sequence[Any]) -> list[Any]:
     """The rows that a folded list stands for.
 
     Raises:
-        ValueError: a block is not one, or stands for too much (``MOST``).
+        ValueError: a block is malformed, or stands for too much (``MOST``, ``MOST_TEXT``).
     """
     out: list[Any] = []
     size = 0
@@ -98,8 +98,8 @@ def unfold(rows: Sequence[Any]) -> list[Any]:
 
 
 def _mapped(value: Any, what: Callable[[int], Any]) -> Any:
-    """The value with ``what`` of every whole number in it, those in texts included; None leaves a
-    gap, which no number is."""
+    """The value with ``what`` applied to every integer in it, including those in texts. ``what``
+    may return None, which leaves a gap that differs from any number."""
     if isinstance(value, bool):
         return value
     if isinstance(value, int):
@@ -114,7 +114,7 @@ def _mapped(value: Any, what: Callable[[int], Any]) -> Any:
 
 
 def _filled(value: Any, i: int) -> Any:
-    """A row of a block in its turn ``i``."""
+    """A row of a block in repetition ``i``."""
     if isinstance(value, str):
         if hole := _HOLE.fullmatch(value):
             return int(hole[1]) + int(hole[2]) * i
@@ -127,7 +127,7 @@ def _filled(value: Any, i: int) -> Any:
 
 
 def fold_plan(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a plan's JSON as they stand in its file."""
+    """The fields of a plan's JSON, folded as in its file."""
     out = {k: fold(v) if k in FOLDED else v for k, v in fields.items()}
     if "constraints" in out:
         out["constraints"] = fold(_by_operation(fields["constraints"]))
@@ -140,7 +140,7 @@ def unfold_plan(fields: dict[str, Any]) -> dict[str, Any]:
     """The inverse of ``fold_plan``; fields that are not folded stay as they are.
 
     Raises:
-        ValueError: a list stands for no rows; says which.
+        ValueError: a list can't be unfolded; says which.
     """
     out = dict(fields)
     for name in (*FOLDED, "constraints", "outputs"):
@@ -158,11 +158,11 @@ def unfold_plan(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 FOLDED = ("inputs", "collectives", "pins", "decisions")
-"""Lists whose rows are folded as they are; constraints and outputs have a form of their own."""
+"""Lists whose rows are folded as they are; constraints and outputs have special forms."""
 
 
 def _by_operation(rows: Sequence[Any]) -> list[Any]:
-    """One row for neighbors of one operation: ``{"op": 4, "at": {"in 0": [...], ...}}``."""
+    """Join consecutive rows of one operation: ``{"op": 4, "at": {"in 0": [...], ...}}``."""
     out: list[Any] = []
     for row in rows:
         place = f"{row['slot']} {row['position']}"
@@ -189,8 +189,8 @@ _UNUSED = {"used_as": None}
 
 
 def _as_inputs(outputs: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-    """Runs of rows that are those of arguments, but for their use, as ``{"inputs": [first,
-    count]}``."""
+    """Replace runs of rows that equal those of arguments, except for ``used_as``, by
+    ``{"inputs": [first, count]}``."""
     places: dict[str, int] = {}
     for k, row in enumerate(inputs):
         places.setdefault(json.dumps({**row, **_UNUSED}), k)
@@ -216,7 +216,8 @@ def _named_inputs(entry: Any, inputs: Sequence[Any]) -> list[Any]:
 
 
 def _runs(codes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[period - 1, row] how many rows from there on are like those a period later."""
+    """[period - 1, row]: number of rows from there on that have the codes of those a period
+    later."""
     size = min(LONGEST, len(codes) // FEWEST)
     out = np.zeros((size, len(codes)), np.int32)
     for period in range(1, size + 1):
@@ -230,7 +231,7 @@ def _runs(codes: NDArray[np.int64]) -> NDArray[np.int64]:
 def _block(
     at: int, rows: Sequence[Any], numbers: Sequence[Sequence[int]], runs: NDArray[np.int64]
 ) -> dict[str, Any] | None:
-    """The block that begins at a row and saves most, if one is worth it."""
+    """The block that begins at a row and saves the most rows; None if it saves too few."""
     periods = np.arange(1, len(runs) + 1)
     counts = runs[:, at] // periods + 1
     saved = np.where(counts >= FEWEST, periods * (counts - 1), 0)
@@ -249,8 +250,8 @@ def _block(
 def _repeats(
     at: int, period: int, count: int, numbers: Sequence[Sequence[int]]
 ) -> tuple[int, Order]:
-    """How often a block of a period repeats, at most ``count`` times, and the order of its
-    numbers where they do not grow evenly."""
+    """Number of repetitions of a block of a period, at most ``count``, and the order of its numbers
+    if they do not grow evenly."""
     columns = []
     for j in range(at, at + period):
         rows = [numbers[j + r * period] for r in range(count)]
@@ -264,7 +265,7 @@ def _repeats(
 
 
 def _along(numbers: Sequence[int], order: Sequence[int]) -> int:
-    """How many of the numbers are a constant times those of ``order`` and another constant."""
+    """How many of the first numbers are one linear function (``base + step * i``) of ``order``."""
     step, rest = divmod(numbers[1] - numbers[0], order[1] - order[0])
     if rest:
         return 0
@@ -274,7 +275,7 @@ def _along(numbers: Sequence[int], order: Sequence[int]) -> int:
 
 
 def _row(row: Any, numbers: Sequence[Sequence[int]], at: int, period: int, order: Order) -> Any:
-    """A row with holes where its numbers change from block to block."""
+    """A row with holes where its numbers change from repetition to repetition."""
     pairs = iter(zip(numbers[at], numbers[at + period], strict=True))
 
     def hole(number: int) -> Any:

@@ -1,4 +1,4 @@
-"""The rows of a plan: what it says of an array, a constraint, a collective, a mesh, a search."""
+"""The rows of a plan: arrays, constraints, collectives, meshes, the search and others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from planner.spec import Sharding
 
 @dataclass(frozen=True)
 class Leaf:
-    """One array argument or result: where it stands in the pytree and how it is sharded."""
+    """One array argument or result: its place in the pytree and its sharding."""
 
     path: str
     shape: tuple[int, ...]
@@ -18,24 +18,25 @@ class Leaf:
     spec: Sharding
     nbytes_per_device: int
     used_as: Sharding | None = None
-    """Sharding under which operations see it, when it differs from ``spec`` (ZeRO-3)."""
+    """Sharding with which operations read it, if it differs from ``spec`` (ZeRO-3)."""
     tied: bool = False
     frozen: bool = False
-    """Weights that a step reads and does not hand back: no examples."""
+    """Weights that a step reads and does not return; not examples."""
     rows: bool = False
     """State with a row per example: hidden states, caches, environments."""
     memory: str = "device"
-    """Memory kind in which it lives between its uses, by jax's name."""
+    """Memory kind in which it is stored between its uses, by JAX's name."""
     fetched: tuple[tuple[int, int], ...] = ()
-    """Where that is not the device: the first and the last operation that read each copy of it."""
+    """If that is not the device: the first and the last operation that read each copy of it."""
 
 
 @dataclass(frozen=True)
 class Constraint:
     """Sharding of operand (``slot`` "in") or result ("out") ``position`` of operation ``op``.
 
-    ``"from"`` is that of an operand before it changes to "in". ``"made"`` is what the operation
-    itself gives its result, ``"after"`` where a change to "out" stands before it gathers.
+    ``"from"`` is the sharding of an operand before it changes to "in". ``"made"`` is the sharding
+    with which the operation computes its result. ``"after"`` is an intermediate sharding of a
+    change to "out", before its gathers.
     """
 
     op: int
@@ -48,7 +49,7 @@ class Constraint:
 class CollectiveRow:
     """A collective that the plan causes.
 
-    ``payload_bytes`` per device and ``time_s`` are for one of its ``count`` runs a step.
+    ``payload_bytes`` per device and ``time_s`` are for one of its ``count`` runs per step.
     """
 
     kind: str
@@ -75,8 +76,8 @@ class Activation:
 
 @dataclass(frozen=True)
 class PinRow:
-    """How a pin was honored: by its rule, what it asks, and ``how`` in words, with the number of
-    arrays it is true of and the ``first`` of them."""
+    """How a pin is honored: its rule, the sharding that it requests, and ``how`` in words, with the
+    number of arrays that this applies to and the path of the ``first``."""
 
     pin: str
     asked: str
@@ -86,7 +87,7 @@ class PinRow:
 
 
 class MeshVerdict(StrEnum):
-    """What became of a mesh; ``planner.report.verdict`` has the words."""
+    """The outcome for a mesh; ``planner.report.verdict`` has the texts."""
 
     CHOSEN = "chosen"
     SLOWER = "slower"
@@ -96,12 +97,12 @@ class MeshVerdict(StrEnum):
     """Its first choice takes more memory than a device has, and no search ran on it: few meshes are
     searched, fewer where searches stay well above their bounds. A plan on it may fit."""
     PRUNED = "pruned"
-    """Its bound alone puts it out of the question."""
+    """Its lower bound alone rules it out."""
 
 
 @dataclass(frozen=True)
 class MeshRow:
-    """A logical mesh that was tried, and why it was kept or left."""
+    """A logical mesh that was tried, and why it was chosen or rejected."""
 
     mesh: str
     cost_s: float
@@ -112,8 +113,8 @@ class MeshRow:
 
 @dataclass(frozen=True)
 class DecisionRow:
-    """What is decided about a result of an operation besides its sharding: the name of the
-    decision, the option in words, and the value as text."""
+    """A decision about a result of an operation besides its sharding: the name of the decision, the
+    option in words, and the value as text."""
 
     decision: str
     option: str
@@ -134,18 +135,18 @@ class Prediction:
     limit_bytes: float
     peak_holders: tuple[str, ...]
     host_s: float = 0.0
-    """Copies between the device and its host that do not hide, part of ``step_s``."""
+    """Exposed copies between the device and its host, part of ``step_s``."""
     host_bytes: float = 0.0
-    """What the device keeps in its host's memory between steps."""
+    """Most bytes per device in host memory: state, and values for the backward pass."""
     feed_s: float = 0.0
-    """What feeding the batch counts for in the search's cost; no part of ``step_s``."""
+    """Seconds of feeding the batch in the search's cost; not part of ``step_s``."""
     device_bytes: float = 0.0
-    """Memory of a device, where ``limit_bytes`` is that less a reserve; 0 where it was given."""
+    """Memory of a device if ``limit_bytes`` is that less a reserve; 0 if the limit was given."""
 
 
 @dataclass(frozen=True)
 class SearchReport:
-    """Which search, how good its answer is and why it stopped."""
+    """The search that ran, the quality of its result and why it stopped."""
 
     name: str
     cost_s: float

@@ -1,11 +1,11 @@
 """Logical axis names for the dimensions that a plan splits, in the form of Flax and MaxText.
 
-There, every dimension of an array has a logical name, and a list of rules says onto which mesh axes
-a name goes. A plan knows sizes and mesh axes only, so a dimension's role is just that: dimensions
-of one size that are split over the same mesh axes have one name, such as ``model_2048``; the
-leading dimension of arguments that are not carried on is ``batch``. Dimensions that are not split
-have no name. So every name has one rule, no array has a name twice, and the rules applied to the
-names give the plan's shardings back.
+In these libraries, every dimension of an array has a logical name, and a list of rules maps names
+to mesh axes. A plan contains sizes and mesh axes only. Dimensions of one size that are split over
+the same mesh axes therefore share one name, such as ``model_2048``; the leading dimension of
+arguments that are neither state nor frozen weights is ``batch``. Dimensions that are not split have
+no name. Every name has one rule, no array has a name twice, and the rules applied to the names
+give the plan's shardings.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Role = tuple[str, int, tuple[str, ...]]
 
 
 class Argument(Protocol):
-    """What of a plan's leaf is looked at."""
+    """The fields of a plan's leaf that ``logical_axes`` reads."""
 
     @property
     def path(self) -> str:
@@ -45,7 +45,7 @@ class Argument(Protocol):
 
 @dataclass(frozen=True)
 class LogicalAxes:
-    """Logical names per argument, and where the names go.
+    """Logical names per argument, and their mesh axes.
 
     ``names``: by argument path, a name or None per dimension. ``rules``: (name, mesh axis or
     axes), each name once, in order of first appearance.
@@ -58,7 +58,7 @@ class LogicalAxes:
 def logical_axes(leaves: Iterable[Argument]) -> LogicalAxes:
     """Names and rules of a plan's arguments.
 
-    Batch dimensions that are split unlike the first one get a number: ``batch_2``.
+    Batch dimensions that are split differently from the first one get a number: ``batch_2``.
     """
     known: dict[Role, str] = {}
     names: dict[str, tuple[str | None, ...]] = {}
@@ -78,7 +78,7 @@ def logical_axes(leaves: Iterable[Argument]) -> LogicalAxes:
 
 
 def _name(known: dict[Role, str], batch: bool, size: int, axes: tuple[str, ...]) -> str:
-    """The name of a role, a new one where it is new."""
+    """The name of a role; a new role gets a new name."""
     role: Role = ("batch", 0, axes) if batch else ("", size, axes)
     if role not in known:
         taken = sum(kind == "batch" for kind, _, _ in known)

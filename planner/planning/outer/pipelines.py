@@ -1,4 +1,4 @@
-"""Numbers of pipeline stages, in one program or as programs of their own."""
+"""Chooses the number of pipeline stages, in one program or as separate programs."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from planner.spec import STAGE, MeshSpec
 from planner.stages.rewrite import UNEQUAL
 
 MOST_STAGES = 16
-"""Stages that are tried at most."""
+"""Most stages that are tried."""
 
 
 def over_stages(wish: Wish, door: Door) -> Planned:
-    """The best plan with stages or without; with stages where the mode says so.
+    """The best plan with or without stages; with stages if the mode requires them.
 
     Raises:
         MemoryLimitError: no plan fits.
-        RequestError: the mode wants stages, and the step or the devices can't be cut.
+        RequestError: the mode requires stages, and the step or the devices can't be cut.
     """
     schedule = wish.recipe.schedule
     inner = _inner(wish)
@@ -46,8 +46,8 @@ def over_stages(wish: Wish, door: Door) -> Planned:
             error = failed
     best, seen, tried = _over_counts(inner, door, best)
     if schedule or door.request.staged:
-        tried = tried.removesuffix(f". {UNEQUAL}")  # that is tried
-    if door.request.staged:  # stages need not be alike, nor in step, as programs of their own
+        tried = tried.removesuffix(f". {UNEQUAL}")  # its advice is followed below
+    if door.request.staged:  # separate programs: unequal stages, no lockstep
         schedule = schedule or SCHEDULES[0]
     if schedule:
         best, more = _over_schedules(inner, schedule, door, best)
@@ -58,11 +58,11 @@ def over_stages(wish: Wish, door: Door) -> Planned:
 
 
 def where_hopeful(planned: Planned, wish: Wish, door: Door) -> Planned:
-    """The plan, or a faster one with stages in one program, where nothing was said of stages.
+    """The plan, or a faster one with stages in one program, if the request does not set stages.
 
-    They are tried on several nodes where all else is left to the planner as well, and what a plan
-    spends on communication and on work that devices repeat, less the bubble of two stages, is more
-    than ``HOPE`` of its step.
+    Stages are tried on several nodes if all else is left to the planner as well, and the time that
+    the plan spends on communication and on repeated work, less the bubble of two stages, exceeds
+    the share ``HOPE`` of its step.
     """
     request, prediction = door.request, planned.plan.prediction
     demands = (request.shardings, request.tensor, request.sequence, request.confirm)
@@ -82,7 +82,7 @@ def where_hopeful(planned: Planned, wish: Wish, door: Door) -> Planned:
 
 
 HOPE = 0.1
-"""Of a step, what stages must be able to save before they are tried unasked."""
+"""Share of a step that stages must be able to save to be tried without a request."""
 
 
 def _inner(wish: Wish) -> Wish:
@@ -92,7 +92,7 @@ def _inner(wish: Wish) -> Wish:
 
 
 def _noted(planned: Planned, tried: str, door: Door) -> Planned:
-    """The same plan, which says what was tried."""
+    """The same plan, with a note on what was tried."""
     planning_s = time.perf_counter() - door.begun
     notes = (*planned.plan.notes, tried)
     plan = dataclasses.replace(planned.plan, notes=notes, planning_s=planning_s)
@@ -102,7 +102,8 @@ def _noted(planned: Planned, tried: str, door: Door) -> Planned:
 def _over_counts(
     inner: Wish, door: Door, best: Planned | None
 ) -> tuple[Planned | None, Mapping[Recipe, Outcome[Row | None]], str]:
-    """The faster of a plan and of the best with stages in one program; what was seen, in words."""
+    """The faster of ``best`` and the best plan with stages in one program; the outcomes of all
+    recipes tried; and a text on them."""
     known_s = math.inf if best is None else best.plan.search.cost_s
     seen: dict[Recipe, Outcome[Row | None]] = {}
     refused = ""
@@ -129,7 +130,7 @@ def _over_counts(
     if refused:
         tried = f"{tried}; {refused}" if seen else f"no stages: {refused}"
     if any(o.cost_s < math.inf for o in seen.values()):
-        with contextlib.suppress(MemoryLimitError):  # a quick look may take too little for enough
+        with contextlib.suppress(MemoryLimitError):  # a quick search may underestimate memory
             piped = best_planned(seen, door.begun, tried)
             if best is None or piped.plan.search.cost_s * WORTH < best.plan.search.cost_s:
                 best = piped
@@ -139,7 +140,7 @@ def _over_counts(
 def _no_pipeline(
     wish: Wish, door: Door, seen: Mapping[Recipe, Outcome[Row | None]], tried: str
 ) -> RequestError:
-    """Why a mode that wants stages gets none."""
+    """The error if the mode requires stages and no plan has them."""
     if seen:
         recipe = max(seen, key=lambda r: r.stages)
         try:
@@ -152,17 +153,18 @@ def _no_pipeline(
 
 
 MOST_SCHEDULED = 4
-"""Recipes with a schedule that are planned whole, at most."""
+"""Most recipes with a schedule that are planned in full."""
 LEAST_IDLE = 1 / 3
-"""Of the idle time of 1F1B, what a schedule that splits weight gradients leaves where all passes
-take equally long."""
+"""Share of the idle time of 1F1B that remains with a schedule that splits weight gradients, if all
+passes take equally long."""
 
 
 def _over_schedules(
     wish: Wish, schedule: str, door: Door, best: Planned | None
 ) -> tuple[Planned | None, str]:
-    """The faster of a plan and of the best with stages that are programs of their own, and what was
-    tried. A quick look at the step on the devices of one stage bounds what a schedule can reach."""
+    """The faster of ``best`` and the best plan with stages as separate programs, and a text on what
+    was tried. A quick search of the step on the devices of one stage bounds the time of a schedule.
+    """
     rows: list[tuple[float, Recipe, Row, Door]] = []
     refused, stages = "", 2
     while stages <= min(MOST_STAGES, door.request.cluster.num_devices):
@@ -210,14 +212,15 @@ def _over_schedules(
 
 
 PER_STAGE = 4
-"""Microbatches for each stage where nothing is said: the bubble is a fifth of a step at most."""
+"""Default number of microbatches per stage: the bubble is at most a fifth of a step."""
 
 
 def with_stages(wish: Wish, door: Door) -> Wish:
     """The wish with a number of microbatches for its stages.
 
     Raises:
-        RequestError: the devices can't be cut into so many groups, or the batch can't be cut.
+        RequestError: the mode or the mesh has no such stages, or the devices or the batch can't be
+            cut.
     """
     stages, request = wish.recipe.stages, door.request
     if request.mode in ("STAND_ALONE", "DATA_PARALLEL"):
@@ -247,10 +250,11 @@ def with_stages(wish: Wish, door: Door) -> Wish:
 
 
 def of_stage(request: Request, stages: int) -> Request:
-    """The request for the whole step on the devices of one stage, with the memory of all.
+    """The request for the whole step on the devices of one stage, with the memory of all stages.
 
     Raises:
-        RequestError: something that stages as programs of their own do not have.
+        RequestError: stages as separate programs do not support an option, or the cluster can't be
+            divided.
     """
     if request.confirm:
         raise RequestError("confirm= compiles one program; stages with schedule= are several")

@@ -1,4 +1,4 @@
-"""Gradients that are reduced once per step, not in every turn of a loop: where it pays."""
+"""Reduces gradients once per step instead of in every iteration of a loop, if that is faster."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ SUMS = frozenset({"all_reduce", "reduce_scatter"})
 
 
 def with_recipe(wish: Wish, door: Door) -> Planned:
-    """The plan under the best recipe of those that a wish leaves open, but for stages."""
+    """The plan under the best recipe of those that a wish leaves open, except for stages."""
     planned = over_loops(wish, door, _each)
     return _each(wish, door) if planned is None else planned
 
 
 def _each(wish: Wish, door: Door) -> Planned:
-    """The same, every recipe looked at as it is."""
+    """Like ``with_recipe``, with every recipe tried on the step as written."""
     planned = searched(wish, door)
     return with_replicas(planned, wish, door) if "replicas" in wish.open else planned
 
 
 def with_replicas(planned: Planned, wish: Wish, door: Door) -> Planned:
-    """The plan, or a faster one that reduces gradients behind the last microbatch, or behind the
+    """The plan, or a faster one that reduces gradients after the last microbatch, or after the
     loops of the step.
 
     Tries one replica per device of each mesh axis over which the plan reduces gradients in every
-    microbatch, or more than once, of several such axes together, and one per node.
+    microbatch, or more than once; one per device of several such axes together; and one per node.
     """
     plan = planned.plan
     if plan.microbatches == 1 and (plan.stages > 1 or "replicas" not in wish.open):
         return planned
     counts, gain_s = reduced_over(planned)
-    known_s = plan.search.cost_s / WORTH  # they rewrite more
+    known_s = plan.search.cost_s / WORTH  # replicas rewrite more
     if not counts or gain_s < plan.search.cost_s - known_s:
         return planned
     seen: dict[Recipe, Outcome[Row | None]] = {}
@@ -53,7 +53,7 @@ def with_replicas(planned: Planned, wish: Wish, door: Door) -> Planned:
         seen[recipe] = door.look(recipe, known_s, {})
     best = planned
     if any(o.found is not None and o.cost_s < known_s for o in seen.values()):
-        with contextlib.suppress(MemoryLimitError):  # a quick look may take too little for enough
+        with contextlib.suppress(MemoryLimitError):  # a quick search may underestimate memory
             candidate = best_planned(seen, door.begun, "")
             faster = candidate.plan.prediction.step_s < plan.prediction.step_s
             best = candidate if candidate.plan.search.cost_s < known_s and faster else planned
@@ -84,9 +84,9 @@ def nodes_of(planned: Planned) -> int:
 def reduced_over(planned: Planned) -> tuple[tuple[int, ...], float]:
     """Numbers of replicas worth trying, and the seconds per step that they may save.
 
-    With microbatches, what the plan spends on reducing gradients in all of them but one. Without,
-    what it spends on reducing them in loops, over axes that split examples, beyond once per
-    parameter: layers in a loop are reduced once each.
+    With microbatches, these are the seconds of reducing gradients in all microbatches but one.
+    Without, they are the seconds of reducing gradients in loops, over axes that split examples,
+    beyond once per parameter: layers in a loop are reduced once each.
     """
     plan, graph, mesh = planned.plan, planned.extraction.graph, planned.extraction.priced.mesh
     inputs = [graph.values[v] for v in graph.inputs]
@@ -128,7 +128,7 @@ def reduced_over(planned: Planned) -> tuple[tuple[int, ...], float]:
 
 
 def _splitting_examples(planned: Planned) -> set[int]:
-    """The mesh axes that split examples as they are fed, by position."""
+    """Positions of the mesh axes that split examples as they are fed."""
     graph, mesh = planned.extraction.graph, planned.extraction.priced.mesh
     fed = [v for v in graph.inputs if graph.values[v].role is Role.BATCH]
     inner = planned.quotient.example_dims

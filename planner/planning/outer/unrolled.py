@@ -1,8 +1,8 @@
-"""Recipes of a large unrolled step, compared on the step with its equal blocks in loops.
+"""Compares recipes of a large unrolled step on a version with its equal blocks in loops.
 
-Each recipe is another program, and one of tens of thousands of operations takes seconds to trace
-and to analyze. With loops it takes a tenth of that, and recipes compare alike. The best is then
-planned for the step as it is.
+Each recipe is another program, and a program of tens of thousands of operations takes seconds to
+trace and to analyze. With loops it takes a tenth of that, and recipes compare in the same way. The
+best recipe is then planned for the step as written.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from planner.space.decisions import parsed
 from planner.spec import PER_MICROBATCH, WHOLE
 
 TRIES = ((1.0, True), (1.0, False), (0.9, False), (0.8, False))
-"""Shares of the memory that the step with loops is planned for, and whether in chunks, until the
-step as it is fits. XLA:GPU fills the stacks of all chunked layers at once, of those in a loop
-layer by layer."""
+"""Share of the memory that the step with loops is planned for, and whether chunks are allowed; each
+is tried until the step as written fits. XLA:GPU fills the stacks of all chunked layers at once, but
+those of layers in a loop one by one."""
 
 MOST_HOPEFUL = 2
-"""Recipes that are planned besides the best."""
+"""Most recipes that are planned besides the best."""
 MOST_OTHERS = 5
-"""Recipes that are planned until one fits."""
+"""Most recipes that are planned until one fits."""
 
 Search = Callable[[Wish, Door], Planned]
 
 
 def over_loops(wish: Wish, door: Door, search: Search) -> Planned | None:
-    """The plan under the recipe that is the best of the step with loops.
+    """The plan under the recipe that is best for the step with loops.
 
-    None where every recipe is to be looked at as it is: the step has no such blocks, or few
-    operations; what was asked for names its arguments; or no plan fits.
+    None if every recipe must be tried on the step as written: the step has no equal blocks or few
+    operations, the request names its arguments, or no plan fits.
     """
     request = door.request
     plain = Recipe(statistics=wish.recipe.statistics)
@@ -82,7 +82,7 @@ def over_loops(wish: Wish, door: Door, search: Search) -> Planned | None:
         recipe = _best(inner_planned, door, wish)
         if recipe is None:
             continue
-        # what was found of replicas holds for the recipe that it was found for
+        # the number of replicas is valid only for the recipe that it was chosen for
         known = recipe == inner_planned.plan.recipe and "replicas" in looked.open
         left = frozenset() if known else wish.open & {"replicas"}
         planned = search(dataclasses.replace(wish, recipe=recipe, open=left), door)
@@ -95,7 +95,8 @@ def over_loops(wish: Wish, door: Door, search: Search) -> Planned | None:
 
 
 def _with_loops(door: Door) -> Rolled | None:
-    """The step with loops. It only saves time: what goes wrong here must not keep a plan away."""
+    """The step with loops; None on any error. It only saves time, so errors must not prevent a
+    plan."""
     try:
         return rolled(door.rewriter.function, door.rewriter.cut(1)[1], door.args)
     except Exception as error:
@@ -108,8 +109,8 @@ def _with_loops(door: Door) -> Rolled | None:
 
 
 def _cuts(rewriter: Rewriter, statistics: str = WHOLE) -> bool:
-    """Whether a step can be cut into two microbatches. Random numbers inside of loops are not
-    those of the whole batch then, which is all the same where only prices are asked for."""
+    """Whether a step can be cut into two microbatches. Random numbers inside loops may then differ
+    from those of the whole batch, which does not matter if only prices are compared."""
     try:
         rewriter.cut(2, statistics=statistics)
     except MeshwrightError:
@@ -118,11 +119,11 @@ def _cuts(rewriter: Rewriter, statistics: str = WHOLE) -> bool:
 
 
 def _best(inner_planned: Planned, door: Door, wish: Wish) -> Recipe | None:
-    """Of the recipe that was found for the step with loops and those that may be faster, the best
-    for the step as it is; None where none fits.
+    """The best recipe for the step as written, among the best one for the step with loops and those
+    that may be faster; None if none fits.
 
-    Where the step as it is takes clearly longer than with loops, loops misjudged it: XLA keeps
-    what loops leave behind in stacks. Then chunks, which free most, are tried as well.
+    If the step as written takes clearly longer than with loops, the loops misjudged it: XLA stores
+    what loops leave behind in stacks. Chunks, which free the most memory, are then tried as well.
     """
     seconds: dict[Recipe, float] = {}
     for k, candidate in enumerate(
@@ -149,7 +150,7 @@ def _best(inner_planned: Planned, door: Door, wish: Wish) -> Recipe | None:
 
 
 def _with_room(request: Request, share: float) -> Request:
-    """The same request with a share of the memory, for a plan that nobody sees."""
+    """The same request with a share of the memory, for an internal plan."""
     return dataclasses.replace(
         request,
         limit_bytes=share * request.limit_bytes,

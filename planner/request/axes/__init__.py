@@ -1,1 +1,1 @@
-"""What a mesh axis is asked to be used for, as masks of strategies."""
+"""Requested uses of mesh axes, as masks of strategies."""

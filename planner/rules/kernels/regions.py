@@ -1,8 +1,8 @@
-"""``shard_map`` regions: programs of shards on the user's mesh, whose specs are facts.
+"""``shard_map`` regions: per-shard programs on the user's mesh, with fixed specs.
 
-What enters a region is sharded as its ``in_specs`` say, what leaves it as its ``out_specs`` say.
-So each array that enters or leaves passes a mark of its own (``annotate.EDGE``), and the region
-between them is one operation that is planned no further.
+Arrays enter a region sharded by its ``in_specs`` and leave it sharded by its ``out_specs``. So each
+of these arrays passes through a separate mark (``annotate.EDGE``), and the region between the marks
+is one operation that the planner does not plan further.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def region_axes(eqn: Any) -> dict[str, int]:
 
 
 def edge_entries(eqn: Any) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
-    """Per operand and per result of a region, how it is sharded at the edge, as a mark says it.
+    """The sharding of each operand and each result of a region, as entries of a mark.
 
-    A dimension that a spec leaves out is whole, or the planner's where some axes of the mesh stay
-    automatic inside.
+    A dimension that a spec omits is unsharded, or free for the planner if some axes of the mesh
+    stay automatic inside the region.
     """
     axes, params = region_axes(eqn), eqn.params
     manual = {str(a) for a in params.get("newly_manual_axes", params.get("manual_axes", axes))}

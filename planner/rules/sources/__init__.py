@@ -1,1 +1,1 @@
-"""Where factor rules come from: Shardy, a declaration, or by hand."""
+"""Sources of factor rules: Shardy, declarations of the user, and hand-written rules."""

@@ -14,7 +14,7 @@ Params = Mapping[str, Any]
 
 
 def dot_general(params: Params, ins: Shapes, outs: Shapes) -> FactorRule | None:
-    """Batch dimensions first in the result, then those of either side; contracted ones sum."""
+    """The result has batch, then lhs, then rhs dimensions; contracted dimensions are summed."""
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = params["dimension_numbers"]
     lhs: list[Label] = [("lhs", axis) for axis in range(len(ins[0]))]
     rhs: list[Label] = [("rhs", axis) for axis in range(len(ins[1]))]
@@ -30,8 +30,8 @@ def dot_general(params: Params, ins: Shapes, outs: Shapes) -> FactorRule | None:
 
 
 def ragged_dot_general(params: Params, ins: Shapes, outs: Shapes) -> FactorRule | None:
-    """Groups of rows, each with a matrix of its own (the groups stay whole), or groups of
-    contracted rows, each with a result of its own, as in the gradient of the former."""
+    """Groups of rows, each with a separate matrix (the groups stay whole), or groups of
+    contracted rows, each with a separate result, as in the gradient of the former."""
     numbers = params["ragged_dot_dimension_numbers"]
     (left_sum, right_sum), (left_batch, right_batch) = numbers.dot_dimension_numbers
     ragged, groups = list(numbers.lhs_ragged_dimensions), list(numbers.rhs_group_dimensions)
@@ -64,7 +64,7 @@ def ragged_dot_general(params: Params, ins: Shapes, outs: Shapes) -> FactorRule 
 
 
 def conv_general_dilated(params: Params, ins: Shapes, outs: Shapes) -> FactorRule | None:
-    """Batch and output features, and input features as a sum; none of the spatial dimensions."""
+    """Shards batch, output features, and input features (summed), but no spatial dimensions."""
     numbers = params["dimension_numbers"]
     grouped = params["feature_group_count"] != 1 or params["batch_group_count"] != 1
     lhs: list[Label] = [None] * len(ins[0])
@@ -91,7 +91,7 @@ def _indexed(numbers: Any, indexed: Sequence[int], collapsed: Sequence[int]) -> 
 
 
 def gather(params: Params, ins: Shapes, outs: Shapes) -> FactorRule | None:
-    """Only the taking of whole slices along one dimension."""
+    """The rule for taking whole slices along one dimension; None for other gathers."""
     numbers = params["dimension_numbers"]
     axis = _indexed(numbers, numbers.start_index_map, numbers.collapsed_slice_dims)
     sizes = [1 if n == axis else size for n, size in enumerate(ins[0])]
@@ -108,12 +108,12 @@ def gather(params: Params, ins: Shapes, outs: Shapes) -> FactorRule | None:
 
 
 def scatter(params: Params, ins: Shapes, outs: Shapes) -> FactorRule | None:
-    """Only the setting of whole slices along one dimension, with all indices together."""
+    """The rule for setting whole slices along one dimension, with unsharded indices, or None."""
     return _scatter(params, ins, outs, partial=False)
 
 
 def scatter_add(params: Params, ins: Shapes, outs: Shapes) -> FactorRule | None:
-    """As for a scatter, but the updates may be split and their effects summed."""
+    """Like ``scatter``, but the updates may be split and their effects summed."""
     return _scatter(params, ins, outs, partial=True)
 
 

@@ -1,8 +1,8 @@
-"""The factor rule that a user's function declares about itself.
+"""The factor rule that a user's function declares.
 
-``jax.experimental.custom_partitioning`` lets a function (often one that wraps a kernel) say how
-its dimensions belong together: ``def_partition(sharding_rule="i k, k j -> i j")``. The planner
-can't look into such a function, but it reads what was declared.
+``jax.experimental.custom_partitioning`` lets a function (often one that wraps a kernel) declare how
+its dimensions correspond: ``def_partition(sharding_rule="i k, k j -> i j")``. The planner can't
+inspect such a function, but it reads the declaration.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ NAME = "custom_partitioning"
 
 
 def declared_rule(eqn: EqnKey) -> FactorRule | None:
-    """The declared rule of a ``custom_partitioning`` equation, None where there is none.
+    """The declared rule of a ``custom_partitioning`` equation; None if it has none.
 
-    Reduction factors stay whole: whether partial results are added up by the function's own
-    partitioned form or must be added up outside, the declaration leaves open.
+    Reduction factors stay whole: the declaration does not say whether the function's partitioned
+    form adds up partial results or leaves them to be added up outside.
     """
     if eqn.name != NAME:
         return None
@@ -55,7 +55,7 @@ def declared_rule(eqn: EqnKey) -> FactorRule | None:
 
 
 def _declaration(eqn: EqnKey) -> Any:
-    """The rule as an ``SdyShardingRule``; a function that gives one is asked."""
+    """The rule as an ``SdyShardingRule``; calls the declaration if it is a function."""
     declared = eqn.params.get("sharding_rule")
     if not callable(declared):
         return declared
@@ -83,7 +83,7 @@ def _types(eqn: EqnKey) -> list[Any]:
 
 
 def _expanded(mapping: Sequence[Any], rank: int) -> list[Any]:
-    """The dimensions of a mapping; a leading ``...`` stands for as many as are missing."""
+    """The dimensions of a mapping; a leading ``...`` stands for all that are missing."""
     dims = list(mapping)
     if not dims or not isinstance(dims[0], str) or not dims[0].startswith(BATCHING):
         if len(dims) != rank:

@@ -13,7 +13,7 @@ from planner.search.progress import Monitor, SearchProgress
 from planner.search.relax.flat import FlatProblem
 
 CLOSED = 1e-9
-"""Relative gap at which a choice is proved the best."""
+"""Relative gap at which a choice counts as proved optimal."""
 
 
 class Incumbent:
@@ -22,7 +22,7 @@ class Incumbent:
     Args:
         flat: the problem.
         begun: monotonic time of the start.
-        monitor: told of every gain.
+        monitor: receives a report of every gain.
     """
 
     def __init__(self, flat: FlatProblem, begun: float, monitor: Monitor) -> None:
@@ -33,7 +33,7 @@ class Incumbent:
 
     @property
     def proved(self) -> bool:
-        """Whether the bound meets the cost, or is infinite: nothing fits."""
+        """Whether the bound meets the cost, or is infinite (nothing fits)."""
         if math.isinf(self.cost):
             return self.lower == math.inf
         return self.cost - self.lower <= CLOSED * abs(self.cost)
@@ -56,7 +56,7 @@ class Incumbent:
         return better
 
     def bound(self, lower_s: float, note: str) -> None:
-        """Take note of a lower bound."""
+        """Update the lower bound and report a gain."""
         with self._lock:
             better = lower_s > self.lower
             self.lower = max(self.lower, lower_s)
@@ -64,6 +64,6 @@ class Incumbent:
             self.report(note)
 
     def report(self, note: str) -> None:
-        """Tell the monitor."""
+        """Report to the monitor."""
         now = time.monotonic() - self.begun
         self.monitor.report(SearchProgress(now, self.cost, self.lower, self.cost < math.inf, note))

@@ -6,9 +6,9 @@ Binary x_i[s] picks a strategy per node, y_e[s, u] >= 0 prices an edge:
     s.t. sum_s x_i[s] = 1,   sum_u y_e[s, u] = x_a[s],   sum_s y_e[s, u] = x_b[u],
          sum over live usages of bytes[s] x[s] <= limit     for every moment.
 
-With binary x the y are integral by themselves.  Forbidden entries have no variable.  Of the memory
-rows only those that some answer broke are ever written: without a row the program is a relaxation,
-so its bound holds, and an answer that breaks no row is optimal for all of them.
+With binary x, the y are integral.  Forbidden entries have no variable.  A memory row is added only
+after an answer violates it: without the row the program is a relaxation, so its bound holds, and an
+answer that violates no row is optimal for the full program.
 
 Complexity: exponential in the worst case; O(table entries) variables, few memory rows.
 Papers: Zheng et al., "Alpa: Automating inter- and intra-operator parallelism for distributed deep
@@ -42,18 +42,18 @@ if TYPE_CHECKING:
 _ROW_SCALE = 1e4
 """The memory limit in the units of a row: HiGHS's tolerances are absolute."""
 _PEAKS = 24
-"""Moments added after an answer that passes the limit."""
+"""Moments added after an answer that exceeds the limit."""
 
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """What HiGHS found: a choice (which may still pass the limit at the time limit) or None.
+    """The result of HiGHS: a choice (which may exceed the limit if time ran out) or None.
 
     Attributes:
         choice: strategies of the free nodes.
-        lower_s: a bound of every choice within the limit; infinite when there is none.
-        finished: whether HiGHS went through and no memory row is broken.
-        message: HiGHS's words.
+        lower_s: a lower bound for every choice within the limit; infinite if there is none.
+        finished: whether HiGHS finished and no memory row is violated.
+        message: the status that HiGHS reports.
     """
 
     choice: Array | None
@@ -74,7 +74,7 @@ class _Rows:
     count: int = 0
 
     def entries(self, row: Array, column: Array, value: Array) -> None:
-        """Add entries; rows count from the present block's first row."""
+        """Add entries; rows count from the current block's first row."""
         self.row.append(row + self.count)
         self.column.append(column)
         self.value.append(value)
@@ -107,10 +107,10 @@ def solve_integer(
     Args:
         flat: the problem.
         deadline: monotonic time to stop at.
-        moments: indices of kept moments whose rows are written from the start.
-        start: a choice to begin with.
-        stopped: asked now and then whether to stop early.
-        on_choice: told every choice on the way; it may pass the memory limit.
+        moments: indices into the memory's moments whose rows are included from the start.
+        start: an initial choice.
+        stopped: polled during the run; True stops it early.
+        on_choice: called with every improving choice, which may exceed the memory limit.
 
     Returns:
         The answer.
@@ -157,8 +157,8 @@ def solve_integer(
 
 @functools.cache
 def _greeted() -> None:
-    """HiGHS 1.16 prints its version and license when the first solver is made, whatever its options
-    say; this keeps it out of the output."""
+    """HiGHS 1.16 prints its version and license when the first solver is created, regardless of
+    its options; this keeps them out of the output."""
     try:
         stdout_copy = os.dup(1)
     except OSError:  # there is no output
@@ -207,7 +207,7 @@ def _listen(
     stopped: Callable[[], bool],
     on_choice: Callable[[Array], None],
 ) -> None:
-    """Let HiGHS be stopped, and pass on what it finds."""
+    """Register callbacks that stop HiGHS and pass on its improving choices."""
 
     def check(event: highspy.HighsCallbackEvent) -> None:
         if stopped():
@@ -228,7 +228,7 @@ def _choice(flat: FlatProblem, values: Array) -> Array:
 
 
 def _linking(flat: FlatProblem, rows: _Rows) -> tuple[Array, Array]:
-    """Rows of one choice per node and of the edges; all costs and upper bounds."""
+    """Add the rows of nodes (one strategy each) and edges; returns all costs and upper bounds."""
     sizes, offsets = flat.sizes, flat.at
     every = np.arange(flat.unary.size)
     rows.entries(np.repeat(np.arange(sizes.size), sizes), every, np.ones(every.size))
@@ -253,7 +253,7 @@ def _linking(flat: FlatProblem, rows: _Rows) -> tuple[Array, Array]:
 
 
 def _memory_row(flat: FlatProblem, moment: int, rows: _Rows) -> None:
-    """The row of one moment, in units where the limit is 1e4."""
+    """Add the row of one moment, in units where the limit is 1e4."""
     memory = flat.memory
     live = np.flatnonzero((memory.low <= moment) & (moment < memory.high))
     lengths = np.diff(np.append(memory.bytes_at, memory.taken.size))[live]

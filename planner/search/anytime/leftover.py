@@ -1,10 +1,10 @@
-"""What reduced-cost fixing leaves of a problem, given to the integer program beside the search.
+"""The integer program over what reduced-cost fixing leaves of a problem, run beside the search.
 
 Under the dual's prices and messages every strategy has a least extra cost (`trws.Messages.extra`).
-Where that passes the distance between the best choice and the bound the strategy goes; the rest is
-reduced again, and once it is small HiGHS solves it in a thread of its own.
+A strategy is dropped if that exceeds the gap between the best choice and the bound. The rest is
+reduced again; once it is small, HiGHS solves it in a separate thread.
 
-Complexity: one reduction per start; HiGHS's own.
+Complexity: one reduction per start, plus HiGHS.
 Papers: Crowder, Johnson and Padberg, Oper. Res. 31, 1983 (reduced-cost fixing); Savchynskyy et al.,
 "Global MAP-optimality by shrinking the combinatorial search area with convex relaxation", NIPS
 2013.
@@ -30,23 +30,23 @@ from planner.search.relax.flat import FlatProblem, flatten
 from planner.search.relax.trws import Messages
 
 SMALL = 400_000
-"""Table entries up to which what fixing left is given to the integer program."""
+"""The integer program runs if fixing leaves at most this many table entries."""
 FIRST_SHARE = 0.4
-"""Share of the time left that the integer program gets at first; cut off, it may start again on
-what a better choice leaves of the problem, or with all the time left."""
+"""Share of the remaining time for the first run of the integer program. If cut off, it may start
+again: on the problem that a better choice leaves, or with all the remaining time."""
 THREAD = "integer program"
 """Name of the thread."""
 PART_S = 1.5e-4
-"""Seconds that a reduction takes for a node or an edge, before the first one was timed."""
+"""Estimated seconds of a reduction per node or edge, until the first one is timed."""
 
 
 class Program:
-    """The integer program over what the bound leaves, in a thread.
+    """Runs the integer program over what the bound leaves, in a thread.
 
     Args:
         best: the incumbent.
         reduction: the reduced problem.
-        messages: left at the dual's prices, their ``extra`` up to date.
+        messages: at the dual's prices, with ``extra`` up to date.
         dual: the dual.
         deadline: monotonic time to stop at.
     """
@@ -72,12 +72,12 @@ class Program:
 
     @property
     def running(self) -> bool:
-        """Whether HiGHS is at work."""
+        """Whether HiGHS is running."""
         return self._thread is not None and self._thread.is_alive()
 
     @property
     def pending(self) -> bool:
-        """Whether HiGHS is at work, or may start again."""
+        """Whether HiGHS is running or may start again."""
         if self.running:
             return True
         if time.monotonic() + 2.0 * self._took >= self.deadline:
@@ -87,9 +87,9 @@ class Program:
         return self.best.cost != self._tried
 
     def start(self) -> None:
-        """Start HiGHS when it is idle, something changed, and what is left is small enough.
+        """Start HiGHS if it is idle, something changed, and the reduced problem is small enough.
 
-        Reducing may take a tenth of the time, and nothing that could pass the deadline is begun.
+        Reductions may take a tenth of the time; none starts that could pass the deadline.
         """
         now, cost = time.monotonic(), self.best.cost
         if self.running or now < self._next or now + 2.0 * self._took >= self.deadline:
@@ -110,7 +110,7 @@ class Program:
         self._cost = cost
         until = self.deadline if again else done + FIRST_SHARE * (self.deadline - done)
         arguments = (inner, small, cost, until)
-        # an interpreter that ends while HiGHS runs aborts, so it has to wait for this thread
+        # the interpreter aborts if it exits while HiGHS runs, so it must wait for this thread
         self._thread = threading.Thread(target=self._run, args=arguments, name=THREAD, daemon=False)
         self._thread.start()
 
@@ -120,19 +120,19 @@ class Program:
             time.sleep(0.02)
 
     def finish(self, over: Callable[[], bool]) -> None:
-        """Start HiGHS as often as there is something to do for it, until time is up."""
+        """Start HiGHS whenever it has work to do, until time is up."""
         while self.pending and not self.best.proved and not over():
             self.start()
             time.sleep(0.02)
 
     def close(self) -> None:
-        """Ask HiGHS to stop; it may take a moment longer, which nobody waits for."""
+        """Signal HiGHS to stop, without waiting for it."""
         self._stop.set()
 
     def _left(self, cost: float) -> ReducedProblem:
         """The problem without the strategies that the bound excludes below ``cost``."""
         flat, problem = self.best.flat, self.reduction.problem
-        if math.isinf(cost):  # nothing goes
+        if math.isinf(cost):  # nothing is excluded
             whole = [[(node, np.arange(costs.size))] for node, costs in enumerate(problem.cost_s)]
             return dataclasses.replace(self.reduction, members=whole, count=len(whole))
         mask = self.extra <= cost - self.lower + 1e-9 * abs(cost)
@@ -142,7 +142,7 @@ class Program:
         return reduce_problem(problem, keep_memory=True, domains=domains)
 
     def _run(self, inner: ReducedProblem, small: FlatProblem, cost: float, until: float) -> None:
-        """Solve, and tell the incumbent."""
+        """Solve, and offer the results to the incumbent."""
         best, count = self.best, len(self.reduction.problem.cost_s)
 
         def widened(choice: Array) -> Array:

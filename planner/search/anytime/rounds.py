@@ -1,21 +1,21 @@
-"""What is too wide to eliminate, or held by memory: bounds, neighbourhoods, and an integer program.
+"""Anytime search for problems that are too wide to eliminate or limited by memory.
 
 1. *Dual.*  Lagrange multipliers price memory (`dual`); under each price min-sum diffusion (`trws`)
    gives a bound, and a decoded choice that conditioned elimination (`buckets`) improves.  Every
    choice is brought under the limit (`walks`).
-2. *Fixing.*  Strategies that the bound excludes from anything cheaper than the best choice go.
-3. *Neighbourhoods.*  Round after round, some nodes are held and all others are solved exactly at
-   the memory's prices, then repaired and polished under the limit; the best choice is kept.
-4. *Integer program.*  Beside the rounds, on another processor, HiGHS solves what fixing left once
-   that is small (`integer`); its bound and its choice count like any other.
+2. *Fixing.*  Strategies that the bound excludes from every cheaper choice are dropped.
+3. *Neighborhoods.*  Each round holds some nodes and solves all others exactly at the memory's
+   prices, then repairs and polishes the choice under the limit; the best choice is kept.
+4. *Integer program.*  In parallel, on another processor, HiGHS solves what fixing leaves once that
+   is small (`integer`); its bound and its choice count like any other.
 
 One seed and one thread give the same rounds in the same order; how many of them fit into a time
-limit depends on the machine. An effort is counted in rounds and passes over the tables instead.
+limit depends on the machine. An effort counts rounds and passes over the tables instead.
 
 Complexity: O(table entries) per sweep; per round at most the capped work of one elimination.
 Papers: Lemarechal, Nemirovskii and Nesterov 1995 (bundles); Kolmogorov 2006 (sequential message
 passing); Shaw, "Using constraint programming and local search methods to solve vehicle routing
-problems", CP 1998 (large neighbourhoods); Savchynskyy et al. 2013 (fixing by a relaxation).
+problems", CP 1998 (large neighborhoods); Savchynskyy et al. 2013 (fixing by a relaxation).
 """
 
 from __future__ import annotations
@@ -42,30 +42,30 @@ from planner.search.relax.trws import Messages
 DUAL_SHARE = 0.6
 """Share of the time that the dual may take."""
 NEAR, FEW = 0.3, 1000
-"""Excess, relative to the limit, up to which the dual's choices are repaired in problems of more
-nodes than this."""
+"""In problems with more than ``FEW`` nodes, a choice of the dual is repaired if its excess, as a
+share of the limit, is at most ``NEAR``; every fifth choice is repaired in any case."""
 DUAL_ROUNDS, DUAL_PATIENCE = 100, 10
 FEW_IDLE, MANY_IDLE = 100, 10_000
-"""Rounds without gain after which a single thread goes on to the integer program: the first time,
-and after that."""
+"""Rounds without gain after which a single thread turns to the integer program: the first time, and
+after that."""
 PASS_S = 1e-7
-"""Seconds of effort that a round counts for each entry of the tables."""
+"""Effort of a round per table entry, in seconds."""
 ROUND_S = 1e-4
-"""Seconds of effort that a round counts besides."""
+"""Fixed effort of a round, in seconds."""
 IDLE = 1000
-"""Rounds without gain after which rounds search more widely, and again after as many more."""
+"""The search widens after every ``IDLE`` rounds without gain."""
 WIDER = 5
-"""How often."""
+"""Maximum number of times it widens."""
 TIGHTER = (1.0, 1.0, 1.0, 0.98, 0.95, 0.9)
-"""Shares of the limit that a round's choice is brought under, before it descends within all of it:
-what a tighter limit leads to is a choice under a looser one, too."""
+"""Shares of the limit that a round's choice is brought under first. It then descends within the
+full limit: a choice within a tighter limit is also within a looser one."""
 CAPS = (1e3, 1e4, 1e4, 3e4, 1e5)
-"""Entries of one join in a round, drawn at random."""
+"""Maximum entries of one join in a round, drawn at random."""
 
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """The best choice of the reduced problem, a lower bound of its cost, and why it stopped."""
+    """The best choice of the reduced problem, a lower bound of the cost, and why it stopped."""
 
     choice: list[int]
     lower_s: float
@@ -74,7 +74,7 @@ class Found:
 
 
 class Walker:
-    """Rounds over one flat problem with random numbers of its own."""
+    """Rounds over one flat problem, with a separate random number generator."""
 
     def __init__(self, flat: FlatProblem, seed: int) -> None:
         self.flat, self.rng = flat, np.random.default_rng(seed)
@@ -82,7 +82,7 @@ class Walker:
         self._priced = self._data.copy()
 
     def solve(self, choice: Array, prices: Array, cap: float, held: Array) -> Array:
-        """Solve all nodes exactly that are not held, under prices; some more are held if needed."""
+        """Solve exactly, under prices, all nodes that are not held; holds more nodes if needed."""
         count = self.flat.unary.size
         np.add(self._data[:count], prices, out=self._priced[:count])
         new_choice, noise = choice.copy(), self.rng.uniform(0.3, 1.0, self.flat.nodes)
@@ -91,7 +91,7 @@ class Walker:
         return new_choice
 
     def settle(self, choice: Array, until: Callable[[], bool], share: float = 1.0) -> Array:
-        """Bring a choice under a share of the limit, if it can be, and descend within all of it."""
+        """Bring a choice under a share of the limit if possible; descend within the full limit."""
         flat, new_choice = self.flat, choice.copy()
         profile = flat.memory.profile(new_choice)
         graph, memory = flat.graph, flat.memory.arrays
@@ -110,7 +110,7 @@ class Walker:
         return new_choice
 
     def held(self, share: float) -> Array:
-        """Hold all nodes but a ball around a random one, or several where its part is smaller."""
+        """Hold all nodes but a ball around a random one, or several if its component is small."""
         n = self.flat.nodes
         inside = np.zeros(n, np.bool_)
         wanted = min(n, max(2, round(share * n)))
@@ -121,7 +121,7 @@ class Walker:
 
 @functools.cache
 def load() -> float:
-    """Load the compiled kernels, or compile them where that was never done; seconds it took."""
+    """Load the compiled kernels, or compile them on first use; returns the seconds it took."""
     begun = time.monotonic()
     cost, table = np.array([0.0, 1.0]), np.array([[0.0, 1.0], [2.0, 0.0]])
     usages = (Usage(0, 0, 2, np.array([2.0, 1.0])), Usage(1, 1, 3, np.array([2.0, 1.0])))
@@ -151,11 +151,11 @@ def anytime(
         begun: monotonic time of the start, for progress reports.
         seed: of the random numbers.
         threads: processors to use; the second one runs the integer program.
-        effort_s: counted work to stop after, as much as takes so many seconds on one processor of
-            2020; there is no integer program then, and the answer does not depend on the machine.
+        effort_s: counted work to stop after, in seconds of one processor of 2020; the integer
+            program is off then, and the answer does not depend on the machine.
 
     Returns:
-        What was found.
+        The best choice and the lower bound.
     """
     count = len(reduction.problem.cost_s)
     flat, monitor = flatten(reduction.problem), current()
@@ -187,13 +187,13 @@ def anytime(
         beside = program if threads > 1 else None
         reason = _rounds(best, walker, dual.prices, beside, lambda: over(deadline))
         program.finish(lambda: over(deadline))
-    finally:  # an interrupt, too, ends the integer program
+    finally:  # an interrupt also ends the integer program
         program.close()
     return _found(best, count, reason)
 
 
 def _passes(flat: FlatProblem, effort_s: float | None) -> int:
-    """How often the tables can be gone through for a share of an effort."""
+    """The number of passes over the tables that an effort allows."""
     if effort_s is None:
         return 1 << 30
     entries = flat.table.size + flat.unary.size
@@ -201,7 +201,7 @@ def _passes(flat: FlatProblem, effort_s: float | None) -> int:
 
 
 def _found(best: Incumbent, count: int, reason: str) -> Found:
-    """What a search leaves."""
+    """The result of a search."""
     flat = best.flat
     if best.proved:
         fits = best.cost < math.inf
@@ -218,7 +218,7 @@ def _ascend(
     over: Callable[[float], bool],
     rounds: int,
 ) -> Dual:
-    """Price memory for a share of the time; ``messages`` are left at the best prices."""
+    """Price memory for a share of the time; leaves ``messages`` at the best prices."""
     flat, memory = best.flat, best.flat.memory
     until = time.monotonic() + DUAL_SHARE * max(0.0, deadline - time.monotonic())
     nobody = np.zeros(flat.nodes, np.bool_)
@@ -282,7 +282,7 @@ def _ascend(
 
 
 def _first_fit(best: Incumbent, walker: Walker, choice: Array, over: Callable[[], bool]) -> None:
-    """Something that fits, early: all moments priced alike, dearer until a repair succeeds."""
+    """Find a feasible choice early: one price for all moments rises until a repair succeeds."""
     flat, memory = best.flat, best.flat.memory
     count, cost = memory.base.size, abs(flat.cost(choice))
     if math.isinf(cost):
@@ -304,10 +304,10 @@ def _rounds(
     patience: float = math.inf,
     most: float = math.inf,
 ) -> str:
-    """Hold some nodes, solve the others, settle; until ``patience`` rounds bring no gain, or
-    ``most`` are done.
+    """Hold some nodes, solve the others, and settle, until ``patience`` rounds bring no gain or
+    ``most`` rounds are done.
 
-    The longer nothing is gained, the larger are the joins, and the wider prices and limits vary.
+    The longer there is no gain, the larger the joins and the wider the range of prices.
     """
     flat, rng = best.flat, walker.rng
     nobody = np.zeros(flat.nodes, np.bool_)

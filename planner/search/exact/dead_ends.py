@@ -1,13 +1,13 @@
-"""Dead-end elimination: strategies that another strategy beats whatever the neighbours choose.
+"""Dead-end elimination: drops strategies that another one beats whatever the neighbors choose.
 
-Goldstein's criterion: strategy s of a node falls to strategy t when
+Goldstein's criterion: strategy s of a node falls to strategy t if
 
-    c[t] - c[s] + sum over neighbours of max_u (E[t, u] - E[s, u]) <= 0,
+    c[t] - c[s] + sum over neighbors of max_u (E[t, u] - E[s, u]) <= 0,
 
-and, where memory matters, t uses no more bytes than s in every usage.  Each fallen strategy has a
-surviving one that is at least as good, so one optimum stays.
+and, where memory matters, t uses no more bytes than s in every usage.  For each fallen strategy a
+surviving one is at least as good, so one optimum stays.
 
-Complexity: O(T * S * sum of neighbour sizes) for S strategies and T candidates t.
+Complexity: O(T * S * sum of neighbor sizes) for S strategies and T candidates t.
 Paper: Goldstein, "Efficient rotamer elimination applied to protein side-chains and related spin
 glasses", Biophysical Journal 66, 1994.
 """
@@ -21,19 +21,19 @@ import numpy as np
 from planner.search.problem import Array
 
 _WORK = 600_000
-"""Table entries one node may cost; it bounds how many candidates t are tried."""
+"""Maximum table entries per node; bounds how many candidates t are tried."""
 
 
 def beaten(
     unary: Array, tables: Sequence[Array], repeats: Sequence[int], rows: Sequence[Array]
 ) -> Array:
-    """Strategies of one node that can go.
+    """The strategies of one node that can be dropped.
 
     Args:
         unary: [S] own costs, finite.
-        tables: [S, S_j] distinct edge tables to the neighbours; every row has a finite entry.
-        repeats: how many neighbours have each table.
-        rows: [S] bytes of each usage that must not grow; empty when memory does not matter.
+        tables: [S, S_j] distinct edge tables to the neighbors; every row has a finite entry.
+        repeats: how many neighbors have each table.
+        rows: [S] bytes of each usage that must not grow; empty if memory does not matter.
 
     Returns:
         [S] mask of the strategies that fall; never all of them.
@@ -58,7 +58,7 @@ def beaten(
 
 
 def _typical(unary: Array, tables: Sequence[Array], repeats: Sequence[int]) -> Array:
-    """[S] cost of each strategy at the neighbours' average, forbidden pairs counted dear."""
+    """[S] cost of each strategy at the neighbors' average; a forbidden pair costs twice the top."""
     total = unary.copy()
     for table, repeat in zip(tables, repeats, strict=True):
         finite = np.isfinite(table)

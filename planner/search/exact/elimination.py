@@ -4,9 +4,9 @@ Eliminating x from the tables that mention it,
 
     m(rest) = min_x  sum over tables f  f(x, rest restricted to f's scope),
 
-keeps the minimum of the total; reading the steps backwards and taking the best x given the values
-already known recovers a minimiser.  A step is known by the ids of its input tables and by how their
-axes line up; steps known under the same key (repeated layers) are computed once.
+preserves the minimum of the total. Reading the steps backwards and taking the best x given the
+values already known recovers a minimizer.  The key of a step consists of the ids of its input
+tables and the alignment of their axes; steps with the same key (repeated layers) are computed once.
 
 Complexity: sum over distinct steps of the product of the joined domain sizes; O(1) numpy calls per
 step unless blocks are needed to stay in cache.
@@ -49,7 +49,7 @@ class Script:
 
 
 def make_script(plan: EliminationOrder, inputs: Sequence[int], share: bool = True) -> Script:
-    """Name every table of a plan, equal ones alike.
+    """Name every table of a plan; equal tables share a name.
 
     Args:
         plan: the plan.
@@ -57,7 +57,7 @@ def make_script(plan: EliminationOrder, inputs: Sequence[int], share: bool = Tru
         share: whether equal steps share their result.
 
     Returns:
-        The script, which also tells the work of a run.
+        The script, with the work of a run.
     """
     names = list(inputs) + [0] * (len(plan.scopes) - len(inputs))
     known: dict[Key, int] = {}
@@ -94,7 +94,7 @@ def _key(
 def run_script(
     plan: EliminationOrder, script: Script, tables: Sequence[Array]
 ) -> tuple[float, list[int]]:
-    """Compute every table of a script and read back a minimiser.
+    """Compute every table of a script and read back a minimizer.
 
     Args:
         plan: the plan.
@@ -102,8 +102,8 @@ def run_script(
         tables: the input tables by id.
 
     Returns:
-        ``(value, choice)``: the sum of the minima, which is the exact optimum for an exact plan, a
-        lower bound for a split one.
+        ``(value, choice)``: the sum of the minima, and a minimizer. The value is the exact optimum
+        for an exact plan, and a lower bound for a split one.
     """
     results: dict[int, Array] = {}
 
@@ -189,7 +189,7 @@ def _minimum(tables: list[Array]) -> Array:
 def _best(
     plan: EliminationOrder, step: EliminationStep, choice: list[int], table: Callable[[int], Array]
 ) -> int:
-    """The best value of a step's node, the nodes of its results being known."""
+    """The best value of a step's node, given the values of the nodes in its results."""
     total: Array | None = None
     for part in step.parts:
         for slot in part:

@@ -1,15 +1,15 @@
-"""Exact shrinking of a problem before any search: what is left has the same optimum.
+"""Exact reduction of a problem before any search: the reduced problem has the same optimum.
 
 Rules, repeated until nothing changes:
 
-* arc consistency: a strategy that is forbidden, or has only forbidden pairs along some edge, goes;
-* a node with one strategy left adds its rows to its neighbours and loses its edges;
+* arc consistency: drop a strategy that is forbidden, or has only forbidden pairs along some edge;
+* a node with one strategy left adds its rows to its neighbors and loses its edges;
 * an edge E[s, u] = f[s] + g[u] is split into its two sides;
-* an edge whose finite entries form a bijection ties its two nodes into one;
-* dead ends (`dead_ends`): a strategy that another one beats whatever the neighbours do goes.
+* an edge whose finite entries form a bijection merges its two nodes into one;
+* dead ends (`dead_ends`): drop a strategy that another one beats whatever the neighbors choose.
 
-Parallel edges are added on the way in.  All table work is hash-consed, so a repeated layer is
-shrunk once.  Complexity: O(edges * S^2) table entries per round for S strategies, times the share
+Parallel edges are summed at the start.  All table work is hash-consed, so a repeated layer is
+reduced once.  Complexity: O(edges * S^2) table entries per round for S strategies, times the share
 of distinct tables.
 
 Papers: Mackworth, "Consistency in networks of relations", AI 8, 1977; Desmet et al., "The dead-end
@@ -31,7 +31,7 @@ from planner.search.problem import Array, Edge, Problem, Usage
 
 
 class Shape(Enum):
-    """What an edge table is."""
+    """The structure of an edge table."""
 
     SPLIT = auto()
     """E[s, u] = f[s] + g[u]."""
@@ -42,7 +42,7 @@ class Shape(Enum):
 
 @dataclass(frozen=True, eq=False)
 class ReducedProblem:
-    """A smaller problem and the way back.
+    """A smaller problem and the mapping back to the original.
 
     Attributes:
         problem: the reduced problem; its node k stands for the original nodes in ``members[k]``.
@@ -80,15 +80,15 @@ def reduce_problem(
 
     Args:
         problem: the problem.
-        keep_memory: when True, a strategy only falls as a dead end to one that uses no more bytes
-            in every usage, so the optimum under the memory limit, and under any price of memory,
-            stays.
+        keep_memory: if True, a strategy is a dead end only if the better one uses no more bytes in
+            every usage. This preserves the optimum under the memory limit and under any price of
+            memory.
         domains: the strategies allowed per node, as sorted index arrays; None allows all.
         share: whether equal tables share their work.
         dead_ends: whether to look for dead ends.
 
     Returns:
-        The reduction.  When ``dead`` is set, no choice has a finite cost and the rest is
+        The reduction.  If ``dead`` is set, no choice has a finite cost and the rest is
         unfinished.
     """
     work = _Work(problem, keep_memory, share)
@@ -130,19 +130,19 @@ class _Work:
         self.stale: dict[int, None] = dict.fromkeys(range(count))
 
     def connect(self, a: int, b: int, table: int) -> None:
-        """Add an edge, on top of the one that is there; ``table`` has a's strategies as rows."""
+        """Add an edge, summed with an existing one; ``table`` has a's strategies as rows."""
         if b in self.near[a]:
             table = self.pool.add(self.near[a][b], table)
         self.near[a][b] = table
         self.near[b][a] = self.pool.transposed(table)
 
     def disconnect(self, a: int, b: int) -> None:
-        """Take an edge away."""
+        """Remove an edge."""
         del self.near[a][b]
         del self.near[b][a]
 
     def touch(self, node: int) -> None:
-        """Look at a node and its neighbours again."""
+        """Mark a node and its neighbors for another visit."""
         for at in (node, *self.near[node]):
             self.dirty[at] = None
             self.stale[at] = None
@@ -192,7 +192,7 @@ class _Work:
                     self._simplify(a, b)
 
     def _simplify(self, a: int, b: int) -> None:
-        """Remove or fold one edge when a rule allows it."""
+        """Remove or fold one edge if a rule allows it."""
         pool, table = self.pool, self.near[a][b]
         kind, left, right = pool.note(("shape", table), lambda: _shape_of(pool, table))
         if kind is Shape.SPLIT:
@@ -207,7 +207,7 @@ class _Work:
     def _fold(self, a: int, b: int, partner: int, cost: int) -> None:
         """Make b a member of a: strategy s of a means ``partner[s]`` of b, at ``cost[s]`` more.
 
-        The node with fewer neighbours and members becomes the member.
+        The node with fewer neighbors and members becomes the member.
         """
         pool = self.pool
         if len(self.near[b]) + len(self.maps[b]) > len(self.near[a]) + len(self.maps[a]):
@@ -227,7 +227,7 @@ class _Work:
         self.dirty[a] = self.stale[a] = None
 
     def drop_dead_ends(self) -> None:
-        """Drop beaten strategies; nodes next to a change are looked at again."""
+        """Drop beaten strategies; nodes next to a change are visited again."""
         pool = self.pool
         stale, self.stale = list(self.stale), {}
         for node in stale:
@@ -291,7 +291,7 @@ class _Work:
 
 
 def _shape_of(pool: Pool, index: int) -> tuple[Shape, int, int]:
-    """What an edge table is: (SPLIT, f, g), (TIE, partner, cost) or (OTHER, -1, -1)."""
+    """The structure of an edge table: (SPLIT, f, g), (TIE, partner, cost) or (OTHER, -1, -1)."""
     table = pool.tables[index]
     finite = np.isfinite(table)
     if finite.all():

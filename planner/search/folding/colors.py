@@ -1,9 +1,9 @@
-"""Colour refinement, vectorised: which nodes of a graph can't be told apart.
+"""Vectorized color refinement: groups the nodes of a graph that are indistinguishable.
 
-Nodes get one colour when their first colours are equal and, edge kind by edge kind, so are the
-colours of their neighbours (1-dimensional Weisfeiler-Leman, run to its fixed point).  A round
-compares 64-bit sums of mixed neighbour codes; what they merge is compared exactly in the end, and
-split and refined again in the event of a collision, so the result does not rest on the hash.
+Nodes get the same color if their first colors are equal and, for each edge kind, so are the colors
+of their neighbors (1-dimensional Weisfeiler-Leman, run to its fixed point).  A round compares
+64-bit sums of mixed neighbor codes.  The nodes that these merge are compared exactly at the end,
+and split and refined again after a collision, so the result does not depend on the hash.
 
 Complexity: O(edges log edges) per round; rounds are few (the depth of a layer).
 Papers: Weisfeiler and Leman, 1968; Steele, Lea and Flood, "Fast splittable pseudorandom number
@@ -28,16 +28,16 @@ def numbered(signatures: Iterable[Hashable]) -> IntArray:
 
 
 def stable_colors(first: IntArray, left: IntArray, right: IntArray, kinds: IntArray) -> IntArray:
-    """The coarsest stable colouring in which no colour has an edge inside.
+    """The coarsest stable coloring in which no color has an edge inside.
 
     Args:
-        first: [nodes] first colours.
+        first: [nodes] first colors.
         left, right: [edges] end nodes; direction counts.
         kinds: [edges] kinds of edges.
 
     Returns:
-        [nodes] colours, dense, in order of first appearance.  Colours that would have an edge
-        inside are taken apart into single nodes.
+        [nodes] colors, dense, in order of first appearance.  Colors that would have an edge
+        inside are split into single nodes.
     """
     near = _Near.of(len(first), left, right, kinds)
     color = _refined(_dense(first), near)
@@ -63,7 +63,7 @@ class _Near:
 
     @staticmethod
     def of(count: int, left: IntArray, right: IntArray, kinds: IntArray) -> _Near:
-        """The half edges of a graph; loops are left to the first colours."""
+        """The half edges of a graph without loops; the first colors must account for those."""
         real = left != right
         a, b, k = left[real], right[real], kinds[real]
         node = np.concatenate([a, b])
@@ -74,7 +74,7 @@ class _Near:
         )
 
     def codes(self, color: IntArray) -> IntArray:
-        """[half edges] kind and colour of the other end as one number."""
+        """[half edges] kind and color of the other end as one number."""
         return self.kind * (int(color.max(initial=0)) + 1) + color[self.other]
 
 
@@ -87,7 +87,7 @@ def _dense(labels: IntArray) -> IntArray:
 
 
 def _mixed(codes: IntArray) -> NDArray[np.uint64]:
-    """The finaliser of splitmix64: equal codes, equal numbers; others look random."""
+    """The finalizer of splitmix64: equal codes, equal numbers; others look random."""
     z = codes.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -109,15 +109,15 @@ def _refined(color: IntArray, near: _Near) -> IntArray:
 
 
 def _joined(color: IntArray, around: NDArray[np.uint64]) -> IntArray:
-    """One label per distinct pair of colour and sum."""
+    """One label per distinct pair of color and sum."""
     _, back = np.unique(around, return_inverse=True)
     joined: IntArray = color * (int(back.max(initial=0)) + 1) + back
     return joined
 
 
 def _compared(color: IntArray, near: _Near) -> IntArray | None:
-    """None when every node has exactly the neighbours of its class's first member, else a
-    colouring in which those that don't are apart."""
+    """None if every node has exactly the neighbors of its class's first member, else a coloring
+    that separates those that don't."""
     node = np.repeat(np.arange(len(color)), np.diff(near.start))
     codes = near.codes(color)
     codes = codes[np.lexsort((codes, node))]

@@ -1,15 +1,15 @@
-"""Repeated parts of a problem, solved once: the quotient by colour refinement.
+"""The quotient of a problem by color refinement: repeated parts are solved once.
 
-Nodes get the same colour when their costs are equal and, edge table by edge table, their
-neighbours' colours are (1-dimensional Weisfeiler-Leman, run to its fixed point).  The classes are
-an equitable partition, so
+Nodes get the same color if their costs are equal and, for each edge table, their neighbors' colors
+are equal (1-dimensional Weisfeiler-Leman, run to its fixed point).  The classes are an equitable
+partition, so
 
-* a choice of the quotient (one strategy per class) is a choice of the problem of the same cost:
+* a choice of the quotient (one strategy per class) is a choice of the problem with the same cost:
   equal layers get equal plans;
-* any reparametrisation bound of the quotient, edges of different tables kept apart, is a bound of
-  the problem: its messages, shared out evenly over the members, are messages there.
+* any reparametrization bound of the quotient, with edges of different tables kept separate, is a
+  bound of the problem: its messages, divided evenly among the members, are messages there.
 
-Classes with an edge inside are taken apart, for there the second statement fails.
+Classes with an edge inside are split into single nodes, because the second statement fails there.
 
 Complexity: O(rounds * edges * log edges); rounds are few (a layer's depth in groups).
 Papers: Weisfeiler and Leman, 1968; Grohe, Kersting, Mladenov and Selman, "Dimension reduction via
@@ -42,7 +42,7 @@ class Folded:
 
 
 class _Digests:
-    """Content digests of arrays, remembered by object."""
+    """Content digests of arrays, cached by object."""
 
     def __init__(self) -> None:
         self.known: dict[int, tuple[Array, bytes]] = {}
@@ -57,14 +57,14 @@ class _Digests:
 
 
 def fold(problem: Problem) -> Folded:
-    """Merge the nodes that colour refinement can't tell apart.
+    """Merge the nodes that color refinement can't distinguish.
 
     Args:
-        problem: any problem; parallel edges are added up first.  One that has ``counts`` is
-            a quotient already and comes back as it is.
+        problem: any problem; parallel edges are added up first.  A problem with ``counts`` is
+            already a quotient and is returned unchanged.
 
     Returns:
-        The quotient; its edges between two nodes stay one per distinct table.
+        The quotient; it has one edge per distinct table between two nodes.
     """
     if problem.counts is not None:
         return Folded(problem, tuple(range(len(problem.cost_s))))

@@ -1,10 +1,10 @@
-"""Solving a reduced problem whose cheapest choice passes the memory limit.
+"""Solves a reduced problem whose cheapest choice exceeds the memory limit.
 
 Dual ascent (`dual`) gives the lower bound and a stream of priced choices; each is repaired and
-polished (`repair`) and the best feasible one is kept.  When no repair succeeds the peak itself is
-minimised, which either finds something feasible or tells how much memory is missing.
+polished (`repair`) and the best feasible one is kept.  If no repair succeeds, the peak itself is
+minimized, which gives either a feasible choice or the amount of memory that is missing.
 
-`least_memory` minimises the peak alone, whatever the limit and the cost.
+`least_memory` minimizes the peak alone, regardless of the limit and the cost.
 
 Complexity: at most 40 eliminations for the cost and 40 for the peak.
 Paper: Fisher, "The Lagrangian relaxation method for solving integer programming problems",
@@ -31,14 +31,14 @@ from planner.search.progress import time_is_up
 from planner.search.relax.dual import ascend, least_peak
 
 _PEAK_WORK = 1e7
-"""Joined entries of one elimination when the peak alone is minimised."""
+"""Joined entries of one elimination if only the peak is minimized."""
 
 
 @dataclass(frozen=True, eq=False)
 class Limited:
     """The best choice under the limit (or with the least peak), a lower bound, and the reason.
 
-    The bound is infinite when it is proved that nothing fits.
+    The bound is infinite if it is proved that nothing fits.
     """
 
     choice: tuple[int, ...]
@@ -48,7 +48,7 @@ class Limited:
 
 @dataclass(frozen=True)
 class LeastMemory:
-    """The choice with the least peak that was found, and what is proved about it.
+    """The choice with the lowest peak found, and a proved bound on all peaks.
 
     Attributes:
         choice: one strategy per node; avoids forbidden entries.
@@ -69,14 +69,14 @@ class LeastMemory:
 
 
 def least_memory(problem: Problem, *, time_limit_s: float = 10.0) -> LeastMemory:
-    """Minimise the memory peak.
+    """Minimize the memory peak.
 
     Args:
-        problem: the problem; its limit plays no part.
+        problem: the problem; its limit is ignored.
         time_limit_s: seconds to stop after; one elimination is never cut short.
 
     Returns:
-        The choice with the least peak that was found, and a lower bound of every peak.
+        The choice with the lowest peak found, and a lower bound of every peak.
 
     Raises:
         ValueError: when no choice avoids the forbidden entries.
@@ -105,7 +105,7 @@ def least_memory(problem: Problem, *, time_limit_s: float = 10.0) -> LeastMemory
 def polished_at(
     problem: Problem, choice: Sequence[int], time_limit_s: float = 10.0
 ) -> tuple[int, ...]:
-    """A choice within the memory limit, made cheaper by moves that keep it there.
+    """Make a choice within the memory limit cheaper by moves that stay within the limit.
 
     Args:
         problem: the problem.
@@ -113,7 +113,7 @@ def polished_at(
         time_limit_s: seconds to stop after.
 
     Returns:
-        A choice that is no dearer and respects them, too.
+        A choice that is no more expensive and also respects both.
     """
     state = MoveState(problem, MemoryTimeline(problem), choice)
     polish(state, time.monotonic() + time_limit_s, pairs=pairs_are_cheap(problem))
@@ -130,7 +130,7 @@ class _Best:
         self.seen: set[bytes] = set()
 
     def offer(self, choice: Sequence[int] | Array, prices: Array | None = None) -> float:
-        """Repair and polish a choice and keep it when it is better; the best feasible cost."""
+        """Repair and polish a choice, keep it if it is better; returns the best feasible cost."""
         key = np.asarray(choice, dtype=np.int64).tobytes()
         if key in self.seen:
             return self.cost
@@ -144,7 +144,7 @@ class _Best:
         return self.cost
 
     def note(self) -> None:
-        """Keep the present state when it is better."""
+        """Keep the current state if it is better."""
         state = self.state
         if state.feasible():
             cost = state.cost()
@@ -159,16 +159,16 @@ class _Best:
 def solve_limited(
     reduction: ReducedProblem, work: float, deadline: float, rounds: int = 40
 ) -> Limited:
-    """Minimise the cost under the memory limit.
+    """Minimize the cost under the memory limit.
 
     Args:
         reduction: a problem reduced with ``keep_memory=True``.
-        work: joined entries one elimination may cost.
+        work: maximum joined entries of one elimination.
         deadline: monotonic time to stop at.
-        rounds: most eliminations that price memory.
+        rounds: maximum number of eliminations that price memory.
 
     Returns:
-        The choice of the reduced problem with what is known about it.
+        The choice of the reduced problem, its lower bound and the reason.
     """
     problem = reduction.problem
     timeline = MemoryTimeline(problem)
@@ -201,7 +201,7 @@ def solve_limited(
 def _minimise_peak(
     reduction: ReducedProblem, timeline: MemoryTimeline, best: _Best, work: float, deadline: float
 ) -> float:
-    """Search for the least peak; a lower bound of it."""
+    """Search for the lowest peak; returns a lower bound of it."""
     problem = reduction.problem
     solver = Eliminator(_hard_part(reduction), work=work)
 
@@ -233,7 +233,7 @@ def _hard_part(reduction: ReducedProblem) -> ReducedProblem:
 
 
 def proved_infeasible(limit: float, needed: float, least: float) -> str:
-    """The reason when a bound of every peak, ``needed``, passes the limit; all in bytes."""
+    """The reason if a bound of every peak, ``needed``, exceeds the limit; all in bytes."""
     return (
         f"proved infeasible: every choice needs at least {needed:.6g} bytes at some moment, "
         f"{needed - limit:.6g} more than the limit of {limit:.6g}; the lowest peak is "

@@ -19,19 +19,20 @@ from planner.search.problem import Array
 from planner.search.relax.compiled import compiled
 
 Graph: TypeAlias = tuple[Array, ...]
-"""`flat.Flat.graph`."""
+"""`flat.FlatProblem.graph`."""
 Memory: TypeAlias = tuple[Array, Array, Array, Array, Array, Array, float]
-"""`flat.Moments.arrays`."""
+"""`flat.FlatMoments.arrays`."""
 
 _BLOCK = 64
-"""Moments whose largest value is kept at hand."""
+"""Moments per block; the largest value of each block is cached."""
 _FIRST, _TRIES = 8, 4000
-"""Moves of a repair that are looked for one by one; the others are sorted, and so many tried."""
+"""A repair selects its first ``_FIRST`` moves one by one and sorts the others; it tries at most
+``_TRIES`` moves."""
 
 
 @compiled
 def _conditional(graph: Graph, choice: Array, v: int, row: Array) -> None:
-    """Cost of every strategy of node v, the other nodes as they are, into ``row``."""
+    """Write the cost of every strategy of node v into ``row``, with the other nodes fixed."""
     at, unary, ends, table_at, table, near_at, near = graph
     size = at[v + 1] - at[v]
     for s in range(size):
@@ -80,7 +81,7 @@ def _top(profile: Array, tops: Array, low: int, high: int) -> float:
 
 @compiled
 def _shift(memory: Memory, v: int, old: int, new: int, profile: Array) -> None:
-    """Bring the memory profile up to date with one node's move."""
+    """Update the memory profile with one node's move."""
     low, high, bytes_at, taken, used_at, used, _ = memory
     for i in range(used_at[v], used_at[v + 1]):
         u = used[i]
@@ -91,7 +92,7 @@ def _shift(memory: Memory, v: int, old: int, new: int, profile: Array) -> None:
 
 @compiled
 def _move(memory: Memory, v: int, old: int, new: int, profile: Array, tops: Array) -> None:
-    """`_shift`, and the blocks' largest values."""
+    """`_shift`, and update the largest value of each block."""
     low, high, bytes_at, taken, used_at, used, _ = memory
     _shift(memory, v, old, new, profile)
     for i in range(used_at[v], used_at[v + 1]):
@@ -143,9 +144,9 @@ def _allowed(
 def descend_walk(
     graph: Graph, memory: Memory, choice: Array, profile: Array, order: Array, passes: int
 ) -> int:
-    """Move single nodes to cheaper strategies within the limit; the number of moves.
+    """Move single nodes to cheaper strategies within the limit; returns the number of moves.
 
-    After the first pass only nodes are looked at again that moved, or whose neighbours did.
+    After the first pass, only nodes that moved, or whose neighbors moved, are visited again.
     """
     at, _, ends, _, _, near_at, near = graph
     limit = memory[6]
@@ -211,9 +212,9 @@ def _priced(
 def repair_walk(
     graph: Graph, memory: Memory, home: Array, choice: Array, profile: Array, most: int
 ) -> bool:
-    """Move until the peak is within the limit; False when no single move helps any more.
+    """Move until the peak is within the limit; False if no single move helps any more.
 
-    Of the moves that would help most per cost, the first few thousand are tried.
+    The few thousand moves that save the most per cost are tried.
     """
     at = graph[0]
     low, high, bytes_at, taken, _, _, limit = memory
@@ -279,7 +280,7 @@ def repair_walk(
 @compiled
 def balls(graph: Graph, starts: Array, size: int, shuffle: Array, inside: Array) -> None:
     """Mark ``size`` nodes around the first of ``starts``, breadth first, in a shuffled order of
-    edges; where its part of the graph is smaller, more around the next ones."""
+    edges; if its component is smaller, also nodes around the next ones."""
     ends, near_at, near = graph[2], graph[5], graph[6]
     queue = np.empty(inside.size, np.int64)
     head, tail = 0, 0

@@ -15,13 +15,13 @@ from planner.search.problem import Array, Problem, is_forbidden
 from planner.search.relax.diffusion import Diffusion
 
 PATIENCE = 6
-"""Sweeps between two looks at the bound."""
+"""Sweeps between two checks of the bound."""
 STALE = 0.03
-"""Share of the way that is left; when so many sweeps rise by less, they stop."""
+"""Share of the remaining gap; sweeping stops if the bound rises by less between two checks."""
 
 
 def diffusion_of(problem: Problem) -> Diffusion:
-    """The diffusion of one problem, a finite price in place of forbidden entries.
+    """The diffusion of one problem, with a finite price in place of forbidden entries.
 
     Args:
         problem: the problem; equal table objects share memory.
@@ -42,14 +42,15 @@ def diffusion_of(problem: Problem) -> Diffusion:
 def raised(
     diffusion: Diffusion, sweeps: int, enough: float, *, patience: int, stale: float
 ) -> float:
-    """Sweep one problem until its bound is enough or hardly rises.
+    """Sweep one problem until its bound reaches ``enough`` or hardly rises.
 
     Args:
         diffusion: the diffusion of one problem.
-        sweeps: how many times the nodes are visited forth and back at most.
+        sweeps: maximum number of forward and backward passes over the nodes.
         enough: a bound at which to stop; infinity: none.
-        patience: sweeps between two looks at the bound.
-        stale: stop when a look has risen by no more than this share of the way to ``enough``.
+        patience: sweeps between two checks of the bound.
+        stale: stop if the bound rises between checks by at most this share of the gap to
+            ``enough``.
 
     Returns:
         The bound.
@@ -65,17 +66,17 @@ def raised(
 
 
 def lower_bound(problem: Problem, *, sweeps: int = 6, enough: float = math.inf) -> float:
-    """A valid lower bound of the cost, the memory limit aside.
+    """A valid lower bound of the cost, ignoring the memory limit.
 
     Args:
-        problem: the problem.  That of a quotient is bounded as it is, without shrinking it first,
-            so that the bound holds for the problem behind it, too.
-        sweeps: how many times the nodes are visited forth and back.
+        problem: the problem.  A quotient is not reduced first, so that the bound also holds for
+            the problem that it comes from.
+        sweeps: number of forward and backward passes over the nodes.
         enough: a bound at which to stop.
 
     Returns:
         The larger of the plain sum of minima and the diffusion bound on the reduced problem;
-        infinity when no choice has a finite cost.
+        infinity if no choice has a finite cost.
     """
     if problem.counts is None:
         reduction = reduce_problem(problem, keep_memory=False)
@@ -86,7 +87,7 @@ def lower_bound(problem: Problem, *, sweeps: int = 6, enough: float = math.inf) 
 
 
 def _ceiling(problem: Problem) -> float:
-    """A finite price above anything a choice without forbidden entries can lose."""
+    """A finite price above the cost difference of any two choices without forbidden entries."""
     tables = {id(cost): cost for cost in problem.cost_s}
     uses: dict[int, int] = {}
     for cost in problem.cost_s:

@@ -7,8 +7,8 @@ With a price lambda_t >= 0 on every moment, the dual function
 is concave and never above the optimum under the limit.  Each elimination gives its value and a
 choice x, hence a cut q(lambda) <= cost(x) + lambda . g(x) with g(x) = memory(x) - limit.  The next
 multipliers are the nearest ones (in the 1-norm) at which the cuts still allow a level half-way
-between the best value and the most the cuts allow.  Only moments that were some choice's peak carry
-a multiplier.
+between the best value and the maximum that the cuts allow.  Only moments that were a peak of some
+choice have a multiplier.
 
 The least possible peak is bounded in the same way: for lambda on the simplex,
 max_lambda min_x sum_t lambda_t memory_t(x) is never above it.
@@ -36,11 +36,11 @@ Choice = Sequence[int] | Array
 """One strategy per node."""
 
 Oracle = Callable[[Array], tuple[float, Choice]]
-"""Minimise the costs plus a flat price per strategy: (value or lower bound, choice)."""
+"""Minimizes the costs plus a flat price per strategy: (value or lower bound, choice)."""
 
 
 class Memory(Protocol):
-    """Usages over K moments: `memory.Timeline` or `flat.Moments`."""
+    """Usages over K moments: `memory.MemoryTimeline` or `flat.FlatMoments`."""
 
     @property
     def moments(self) -> Array:
@@ -68,13 +68,13 @@ class Memory(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Dual:
-    """The best dual value and how it came about.
+    """The best dual value and the prices that give it.
 
     Attributes:
         value: the bound.
-        prices: flat price of every strategy that gave it.
+        prices: flat price of every strategy at that bound.
         shift: multipliers * (base - limit), the part of ``value`` that no choice changes.
-        moments: the moments that carried a multiplier at some time.
+        moments: the moments that had a multiplier at any time.
         reason: why the ascent stopped.
     """
 
@@ -117,20 +117,20 @@ def ascend(
     patience: int | None = None,
     on_value: Callable[[float], None] = lambda _: None,
 ) -> Dual:
-    """Maximise the dual of the memory limit.
+    """Maximize the dual of the memory limit.
 
     Args:
-        oracle: minimises costs plus prices.
+        oracle: minimizes costs plus prices.
         cost_of: plain cost of a choice.
-        on_choice: told every choice and its prices; returns the best feasible cost known.
+        on_choice: called with every choice and its prices; returns the best feasible cost known.
         timeline: the usages; its prices are per byte.
         limit: the memory limit.
         start: the oracle's answer at zero prices.
-        deadline: monotonic time to stop at; no round is begun that would pass it if it took as
-            long as the last one.
-        rounds: most calls of the oracle.
-        patience: stop when this many rounds close less than a hundredth of the gap.
-        on_value: told every better value.
+        deadline: monotonic time to stop at; no round starts that would pass it if it took as long
+            as the last one.
+        rounds: maximum number of calls of the oracle.
+        patience: stop if this many rounds close less than a hundredth of the gap.
+        on_value: called with every better value.
 
     Returns:
         The best dual value, a lower bound of the optimum under the limit.
@@ -175,15 +175,15 @@ def ascend(
 
 
 def _finite(cost: float, instead: float) -> float:
-    """The cost of a choice; of one that uses a forbidden entry, where its cut meets the bound."""
+    """The cost of a choice, or ``instead`` if it is infinite: its cut then meets the bound."""
     return cost if math.isfinite(cost) else instead
 
 
 def _next_point(
     bundle: _Bundle, centre: dict[int, float], best: float, upper: float
 ) -> dict[int, float] | None:
-    """The multipliers to try next, or None when the cuts allow no more than the best value."""
-    from scipy.optimize import linprog  # half a second to import, for who comes here
+    """The multipliers to try next, or None if the cuts allow no more than the best value."""
+    from scipy.optimize import linprog  # takes half a second to import
 
     slopes, costs = bundle.rows(), np.array(bundle.costs)
     if not math.isfinite(upper):
@@ -227,16 +227,16 @@ def least_peak(
     enough: float,
     rounds: int = 40,
 ) -> float:
-    """Look for a choice with a small memory peak.
+    """Search for a choice with a small memory peak.
 
     Args:
-        oracle: minimises the prices alone (costs are zero except for forbidden entries).
-        on_choice: told every choice found.
+        oracle: minimizes the prices alone (costs are zero except for forbidden entries).
+        on_choice: called with every choice of the oracle.
         timeline: the usages.
-        start: a choice to begin with.
+        start: an initial choice.
         deadline: monotonic time to stop at.
-        enough: stop once the bound passes this peak or a choice reaches it.
-        rounds: most calls of the oracle.
+        enough: stop once the bound exceeds this peak or a choice reaches it.
+        rounds: maximum number of calls of the oracle.
 
     Returns:
         A lower bound of the peak of every choice.

@@ -1,6 +1,6 @@
 """Compiled sequential min-sum diffusion: the bound of `diffusion`, for large problems.
 
-The messages stay from call to call, so a bound under slightly changed node costs takes few sweeps.
+Messages persist between calls, so a bound under slightly changed node costs takes few sweeps.
 
 Complexity: O(table entries) per sweep.
 Papers: Kolmogorov, "Convergent tree-reweighted message passing for energy minimization", PAMI 28,
@@ -66,16 +66,16 @@ def sweep(
     unary: Array,
     times: int,
 ) -> None:
-    """Visit all nodes forth and back ``times`` times.
+    """Visit all nodes forward and backward ``times`` times.
 
     Args:
         at: [n + 1] where each node's strategies begin in ``unary``.
         ends: [m, 2] nodes of each edge.
         table_at, table: where each edge's row-major table begins, and all tables.
         near_at, near: [n + 1], [2 m] the edges of each node.
-        left_at, left, right_at, right: what was taken out of the rows and columns of each edge.
+        left_at, left, right_at, right: the amounts taken out of the rows and columns of each edge.
         unary: the node costs under the messages, changed in place.
-        times: how often.
+        times: number of forward and backward passes.
     """
     n = at.size - 1
     for turn in range(2 * times):
@@ -131,7 +131,7 @@ def slack(
     unary: Array,
     extra: Array,
 ) -> float:
-    """The bound, and per strategy how much dearer than the bound every choice with it is at least.
+    """The bound, and per strategy the least excess over the bound of the choices that contain it.
 
     Returns:
         The sum of node minima and edge minima; ``extra`` is filled.
@@ -185,7 +185,7 @@ def read_choice(
     unary: Array,
     choice: Array,
 ) -> None:
-    """A choice from the messages: nodes in order, each at its best given those before it."""
+    """Read a choice from the messages: each node in order takes its best, given those before it."""
     n = at.size - 1
     for v in range(n):
         size = at[v + 1] - at[v]
@@ -215,14 +215,14 @@ def read_choice(
 
 
 class Messages:
-    """The messages of a flat problem, kept from call to call.
+    """The messages of a flat problem, which persist between calls.
 
     Args:
         flat: the problem.
 
     Attributes:
-        extra: per strategy, how much dearer than the bound every choice with it is at least; set
-            by `bound`.
+        extra: per strategy, the least excess over the bound of the choices that contain it; set by
+            `bound`.
     """
 
     def __init__(self, flat: FlatProblem) -> None:
@@ -251,7 +251,7 @@ class Messages:
         self._prices = prices.copy()
 
     def sweep(self, times: int, over: Callable[[], bool] = lambda: False) -> None:
-        """Visit all nodes forth and back ``times`` times, or until it is over."""
+        """Visit all nodes forward and backward ``times`` times, or until ``over`` is true."""
         near = (self.flat.near_at, self.flat.near)
         arguments: tuple[Any, ...] = (*self._edges(), *near, *self._sides(), self._unary, 1)
         for _ in range(times):

@@ -1,6 +1,6 @@
-"""The exact integer program (`integer`) as a search: the referee.
+"""The exact integer program (`integer`) as a search: the reference for other searches.
 
-Asked to stop, it answers with the best choice and bound so far.
+If stopped early, it returns the best choice and bound so far.
 
 Complexity: exponential in the worst case; O(edges * S^2) variables.
 Paper: Zheng et al., "Alpa: Automating inter- and intra-operator parallelism for distributed deep
@@ -41,12 +41,12 @@ def ilp(problem: Problem, *, time_limit_s: float = 60.0) -> Solution:
         time_limit_s: HiGHS's time limit.
 
     Returns:
-        The incumbent with HiGHS's dual bound; infeasible, with HiGHS's words, when there is none.
-        When HiGHS says optimal (within its tolerances) and its bound is within 1e-7, the cost
-        itself is the bound.  When asked to stop, the best so far.
+        The incumbent with HiGHS's dual bound; infeasible, with HiGHS's status, if there is none.
+        If HiGHS reports optimal (within its tolerances) and its bound is within 1e-7, the cost
+        itself is the bound.  If stopped early, the best so far.
 
     Raises:
-        ValueError: when the problem is malformed.
+        ValueError: if the problem is malformed.
     """
     verify(problem)
     begun = time.monotonic()
@@ -78,7 +78,7 @@ def ilp(problem: Problem, *, time_limit_s: float = 60.0) -> Solution:
 
 
 def _shortage(line: MemoryTimeline, limit: float) -> str:
-    """How much memory is missing even when every usage takes its least."""
+    """The memory that is missing even if every usage takes its least, in words."""
     if not line.node.size:
         return ""
     floor = float(line.accumulate(np.minimum.reduceat(line.flat_bytes, line.flat_at)).max())

@@ -1,11 +1,11 @@
-"""Axis by axis: a cheap search that decides one mesh axis at a time for the whole network.
+"""A cheap search that decides one mesh axis at a time for the whole network.
 
-At level l every node may take the strategies that agree with what was decided on axes before l and
-leave the axes after l unused (or, when it has none, those that use the fewest of them).  That small
+At level l every node may take the strategies that agree with the decisions on axes before l and
+leave the axes after l unused (or, if it has none, those that use the fewest of them).  This small
 problem is solved with a narrow elimination, followed by single-node moves in the order of the
-network; the codes chosen on axis l are then fixed.  Last, all strategies are open to local moves
-and the memory limit is repaired.  Repeated layers are decided once (`folding`) and only told apart
-where the memory limit can't be met otherwise.  Nodes are never taken in descending order of cost.
+network; the codes chosen on axis l are then fixed.  Finally, local moves consider all strategies
+and the memory limit is repaired.  Repeated layers are decided once (`folding`), and separately only
+if the memory limit can't be met otherwise.  Nodes are never taken in descending order of cost.
 
 Complexity: per level, one narrow elimination: O(nodes * D^3) for D strategies per level, D much
 smaller than the full domain.
@@ -35,13 +35,13 @@ from planner.search.searches.brute import brute, combinations
 
 NAME = "recursive_programming"
 FEW = 20_000
-"""Combinations up to which all are tried where memory is limited."""
+"""Maximum number of combinations that are all tried if memory is limited."""
 NARROW = 200_000
-"""Entries of the largest table of a level."""
+"""Maximum entries of a table of a level."""
 CLOSED = 1e-9
 """Relative gap at which the bound meets the cost."""
 PATIENCE, STALE = 4, 1e-3
-"""Sweeps between two looks at the bound, and the share of the gap that it has to rise by."""
+"""Sweeps between two checks of the bound, and the share of the gap by which it must rise."""
 
 
 def recursive_programming(
@@ -50,16 +50,16 @@ def recursive_programming(
     """Solve a problem axis by axis.
 
     Args:
-        problem: the problem; without ``levels`` it is one level.
+        problem: the problem; without ``levels`` it has one level.
         time_limit_s: seconds to stop after.
-        cap: entries of the largest table of a level.
+        cap: maximum entries of a table of a level.
         sweeps: diffusion sweeps for the lower bound.
 
     Returns:
-        The solution, with the lower bound of `bound.lower_bound`.
+        The solution, with the lower bound of `bound.raised`.
 
     Raises:
-        ValueError: when the problem is malformed.
+        ValueError: if the problem is malformed.
     """
     verify(problem)
     begun = time.monotonic()
@@ -98,9 +98,9 @@ def recursive_programming(
 
 
 def _lifted(problem: Problem, best: Solution, sweeps: int) -> Solution:
-    """The best of all choices of a quotient, with a bound that holds for the whole problem, too.
+    """The best of all choices of a quotient, with a bound that also holds for the whole problem.
 
-    Equal nodes may differ there, so a better choice of it need not be one of the quotient.
+    Equal nodes of the whole problem may differ, so it may have a better choice than the quotient.
     """
     if math.isinf(best.cost_s):
         return best

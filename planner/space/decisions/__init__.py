@@ -1,4 +1,4 @@
-"""Decisions besides shardings: one file each, and one row here."""
+"""Decisions other than shardings: one file and one row here for each."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from planner.space.decisions.host_memory import HostMemory
 from planner.space.groups import Groups
 
 DECISIONS: dict[str, Decision] = {one.name: one for one in (HostMemory(),)}
-"""Every kind of decision by name. Strategies are multiplied in this order."""
+"""All kinds of decisions by name. Strategies are multiplied in this order."""
 
 Chosen = Mapping[str, frozenset[int]]
-"""By decision, the values whose groups have the choice."""
+"""Per decision, the values whose groups have the choice."""
 
 
 def parsed(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What was asked of each decision, checked; raises RequestError."""
+    """The parsed option of each decision; raises RequestError."""
     return {name: one.parse(options.get(name)) for name, one in DECISIONS.items()}
 
 
 def chosen_values(graph: Graph, wanted: Mapping[str, Any]) -> Chosen:
-    """The values that have a choice under what was asked; raises RequestError."""
+    """Per decision, the values that have a choice under its parsed option; raises RequestError."""
     values_by_name = {
         name: DECISIONS[name].values(graph, parsed_option) for name, parsed_option in wanted.items()
     }
@@ -32,7 +32,7 @@ def chosen_values(graph: Graph, wanted: Mapping[str, Any]) -> Chosen:
 
 
 def with_decisions(groups: Groups, chosen: Chosen) -> Groups:
-    """The groups, those of the values with the choices."""
+    """The groups, with the choices added to the groups of the values."""
     of: dict[int, list[tuple[str, int]]] = {}
     for name, values in chosen.items():
         for group in {home[0] for v in values if (home := groups.home[v]) is not None}:

@@ -1,15 +1,15 @@
-"""What a kind of decision is: a choice that a group may have besides its sharding.
+"""The interface of a decision: a choice that a group may have besides its sharding.
 
-A decision is one file here, with everything that the planner must know of it, and one row in
-``DECISIONS``; what the executor does about it is one function in ``executor.run.decisions``. It
-reaches every room through this protocol:
+A decision is one file here, which contains everything that the planner needs, and one row in
+``DECISIONS``; its part of the executor is one function in ``executor.run.decisions``. All parts of
+the planner use it through this protocol:
 
 ===========  ====================================================================================
-request      ``parse`` reads its option; ``demands`` says what the search may not choose
+request      ``parse`` reads its option; ``demands`` may fix an option, so the search can't choose
 groups       ``values`` have the choice: their groups' strategies are multiplied by the options
-facts        ``facts`` are what its seconds follow from, so equal groups are known to be equal
+facts        ``facts`` determine its seconds, so that equal groups are recognized
 seconds      ``seconds`` are added to those of the group's strategies
-memory       ``buffers`` changes what devices hold, and when, under each option
+memory       ``buffers`` changes the buffers on devices, and their times, under each option
 plan         ``entry`` puts the chosen option into the plan
 ===========  ====================================================================================
 """
@@ -31,16 +31,15 @@ IntArray = NDArray[np.int64]
 
 
 class Prices(Protocol):
-    """What a decision may ask of the cluster, for the strategies at hand: arrays [meshes,
-    strategies]."""
+    """The cluster's prices for the current strategies, as arrays [meshes, strategies]."""
 
     def local_bytes(self, nbytes: float, factors: frozenset[int], stored: bool) -> Array:
-        """Bytes per device of an array, as it is stored between steps or as it is used."""
+        """Bytes per device of an array, as it is ``stored`` between steps or as it is used."""
         ...
 
     def host_copy_s(self, nbytes: Array, ahead: bool) -> Array:
-        """Seconds of one copy of so many bytes between a device and its host; of one that runs
-        ``ahead`` of its use, those that do not hide under compute."""
+        """Seconds of one copy of ``nbytes`` between a device and its host. For a copy that runs
+        ``ahead`` of its use, only the seconds that compute does not hide."""
         ...
 
 
@@ -48,20 +47,20 @@ class Decision(Protocol):
     """A kind of decision; see the module's docstring.
 
     Attributes:
-        name: its name, that of its option and that in a plan.
-        options: words for what may be chosen; the first holds where nothing is.
+        name: the name of the decision, of its option, and of its entry in a plan.
+        options: the names of the choices; the first is the default.
     """
 
     name: str
     options: tuple[str, ...]
 
     def parse(self, option_value: Any) -> Any:
-        """What was asked for, checked; ``option_value`` is None where nothing was. Raises
+        """Parse and check the option; ``option_value`` is None if it is not set. Raises
         RequestError."""
         ...
 
     def demands(self, parsed: Any) -> int | None:
-        """The option that all groups that have the choice must take; None: the search decides."""
+        """The option that all groups with the choice must take; None: the search decides."""
         ...
 
     def values(self, graph: Graph, parsed: Any) -> frozenset[int]:
@@ -71,28 +70,28 @@ class Decision(Protocol):
     def facts(
         self, graph: Graph, groups: Groups, live: Sequence[bool], values: frozenset[int]
     ) -> Mapping[int, Hashable]:
-        """By group, what the seconds follow from; groups without seconds are left out."""
+        """Per group, the facts that determine its seconds; groups without seconds are omitted."""
         ...
 
     def seconds(self, facts: Any, option: IntArray, prices: Prices) -> Array:
-        """[meshes, strategies] seconds; ``option`` [strategies] are those taken."""
+        """[meshes, strategies] seconds; ``option`` [strategies] is the option of each strategy."""
         ...
 
     def buffers(
         self, buffers: Sequence[Buffer], graph: Graph, values: frozenset[int]
     ) -> Sequence[Buffer]:
-        """What devices hold with the choice: buffers under ``When`` instead of some of those
+        """The buffers on devices with the choice: buffers under ``When`` replace some of those
         without it."""
         ...
 
     def entry(self, graph: Graph, value: int, option: int) -> str | None:
         """The option in words for the plan's list of decisions, for a value that has the choice;
-        None where the plan says it elsewhere, or the first option needs no word."""
+        None if the plan states it elsewhere, or the first option needs no entry."""
         ...
 
 
 class NothingMore:
-    """The parts of a decision that need not be said."""
+    """Defaults for the optional parts of a decision."""
 
     def facts(
         self, graph: Graph, groups: Groups, live: Sequence[bool], values: frozenset[int]

@@ -18,15 +18,15 @@ from planner.space.groups import Groups
 OFFLOAD = "offload"
 AUTO = "auto"
 DEVICE, HOST = "device", "pinned_host"
-"""Memory kinds, by jax's names."""
+"""JAX's names of memory kinds."""
 
 WORTH = 1_000_000
-"""Bytes from which on ``offload="auto"`` looks at an array: smaller ones free next to nothing."""
+"""Minimum bytes of an array for ``offload="auto"``: smaller arrays free next to no memory."""
 
 
 @dataclass(frozen=True)
 class Offload:
-    """What is asked: the paths to keep in host memory, or (``auto``) that the search decides."""
+    """The parsed option: the paths to keep in host memory, or ``auto``: the search decides."""
 
     patterns: tuple[str, ...] = ()
     auto: bool = False
@@ -34,9 +34,9 @@ class Offload:
 
 @dataclass(frozen=True)
 class Hosted:
-    """An array that is copied over the host link: bytes of the whole, its factors, and how often a
-    step copies its shard, there and back. State is copied only where it is kept in host memory;
-    ``always`` what the model itself puts there."""
+    """An array that is copied over the host link: bytes of the whole array, its factors, and the
+    number of copies of its shard per step, in both directions. State is copied only if it is kept
+    in host memory; ``always`` marks arrays that the model itself puts there."""
 
     nbytes: float
     factors: frozenset[int]
@@ -45,7 +45,7 @@ class Hosted:
 
 
 def check_offload(offload: str | Sequence[str]) -> Offload:
-    """Parse; raises RequestError for what is no regular expression."""
+    """Parse the option; raises RequestError for an invalid regular expression."""
     patterns = (offload,) if isinstance(offload, str) else tuple(offload)
     if patterns == (AUTO,):
         return Offload(auto=True)
@@ -63,8 +63,8 @@ def hostable(graph: Graph, offload: Offload) -> frozenset[int]:
     """The inputs that may (``auto``) or must live in host memory: arrays of the state.
 
     Raises:
-        RequestError: a pattern that matches no array of the state, or an argument that does not
-            come back as a result; says which.
+        RequestError: a pattern matches no array of the state, or an argument that does not come
+            back as a result; the message names it.
     """
     carried = graph.next_values
     named = list(zip(graph.inputs, graph.input_paths, strict=True))
@@ -91,8 +91,8 @@ def hostable(graph: Graph, offload: Offload) -> frozenset[int]:
 def hosted_of(
     graph: Graph, groups: Groups, live: Sequence[bool], values: frozenset[int]
 ) -> tuple[tuple[Hosted, ...], ...]:
-    """Per group, its arrays that are copied between device and host: those of the state that may be
-    kept there (``values``), and what the model itself puts there and takes back."""
+    """Per group, its arrays that are copied between device and host: arrays of the state that may
+    be kept there (``values``), and arrays that the model itself moves there and back."""
     out: list[list[Hosted]] = [[] for _ in groups.groups]
     for op in graph.ops:
         entry = groups.op_layouts[op.index]
@@ -125,7 +125,7 @@ class HostMemory(NothingMore):
         return check_offload(() if option_value is None else option_value)
 
     def demands(self, parsed: Offload) -> int | None:
-        """What is named is kept there."""
+        """Arrays that patterns name must be kept in host memory."""
         return None if parsed.auto else 1
 
     def values(self, graph: Graph, parsed: Offload) -> frozenset[int]:
@@ -140,9 +140,9 @@ class HostMemory(NothingMore):
         return {group: arrays for group, arrays in by_group if arrays}
 
     def seconds(self, facts: Sequence[Hosted], option: IntArray, prices: Prices) -> Array:
-        """Copies between devices and their hosts. What the program puts there itself, activations
-        that wait for the backward pass, is copied while it computes: asynchronously, as gathers
-        that run ahead. Copies of the state around its update do not hide."""
+        """Copies between devices and their hosts. Arrays that the program itself puts there
+        (activations that wait for the backward pass) are copied during compute, asynchronously,
+        like prefetched gathers. Compute does not hide copies of the state around its update."""
         total: Array = np.zeros((1, len(option)))
         for array in facts:
             local = prices.local_bytes(array.nbytes, array.factors, stored=not array.always)

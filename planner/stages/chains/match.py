@@ -1,4 +1,4 @@
-"""Equal runs of operations: which value of one is which of the other."""
+"""Matches equal runs of operations: maps the values of one run to those of the other."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from planner.rules.key import EqnKey
 from planner.stages.errors import refused
 
 STARTS = 8
-"""Calls like the first of a stage at which laying it out may begin."""
+"""Maximum number of calls equal to the pattern's first call at which a match may begin."""
 
 
 class Keys:
-    """Numbers of calls, equal where the operations are."""
+    """Numbers of calls; equal operations have equal numbers."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, int] = {}
@@ -36,13 +36,13 @@ class Keys:
 
 @dataclass(eq=False)
 class Match:
-    """A run of calls laid on that of another stage, the *pattern*.
+    """The calls of a stage, matched to those of another stage, the *pattern*.
 
     Attributes:
-        names: per value that the pattern makes, this stage's.
-        outer: per value that the pattern reads and does not make, what this stage reads.
+        names: per value that the pattern makes, this stage's value.
+        outer: per value that the pattern reads but does not make, the value that this stage reads.
         calls: this stage's calls that have a counterpart.
-        spare: those that have none.
+        spare: this stage's calls that have none.
     """
 
     names: dict[int, int] = field(default_factory=dict)
@@ -66,16 +66,17 @@ def laid(
     first: bool = False,
     last: frozenset[int] | None = None,
 ) -> tuple[Match, list[Call]]:
-    """Lay ``calls`` on ``pattern``, call by call in order; what fits nowhere is spare. Where a
-    cotangent is added up from stage to stage, the ``first`` one has nothing to add to. What the
-    ``last`` one would hand on nobody reads: it need not be among its calls (``last``: the values
-    of examples; None of other stages).
+    """Match ``calls`` to ``pattern``, call by call in order; calls without a match are spare. If a
+    cotangent is added up from stage to stage, the ``first`` stage has nothing to add to. The
+    results that the ``last`` stage would pass on are unused, so it may lack the calls that make
+    them (``last``: the values that depend on examples; None for other stages).
 
-    What stands before a stage may look like its first call, as a projection in front of equal
-    layers does: then it begins at a later one (``STARTS``).
+    An operation before a stage may equal its first call, such as a projection in front of equal
+    layers. The match then begins at a later call (``STARTS``).
 
     Returns:
-        ``match`` with them, and the calls of the pattern that have no counterpart: the fewest.
+        ``match`` with these calls, and the calls of the pattern that have no counterpart: the
+        fewest of all attempts.
     """
     tries: list[tuple[Match, list[Call]]] = []
     begins = [k for k, c in enumerate(calls) if pattern and keys.of(c) == keys.of(pattern[0])]
@@ -96,7 +97,7 @@ def _laid(
     first: bool,
     last: frozenset[int] | None,
 ) -> list[Call]:
-    """The same from one call on."""
+    """The same, from call ``begin`` on; returns the calls of the pattern without a counterpart."""
     inside = {v for c in pattern for v in c.outs} | match.names.keys()
     match.spare += calls[:begin]
     missing = []
@@ -134,18 +135,19 @@ def all_laid(
     first: int | None = None,
     last: tuple[int, frozenset[int]] | None = None,
 ) -> tuple[list[Match], list[Call]]:
-    """All stages laid on one of them.
+    """Match all stages to one of them.
 
     Args:
-        matches: what is known of each stage.
+        matches: the known part of each stage's match.
         like: the pattern's stage.
         groups: the calls of each stage.
-        keys: which operations are equal.
-        first: the stage that begins, if what it adds up may begin there.
-        last: the stage that ends, if it may lack what it would hand on; and the values of examples.
+        keys: the numbers of calls.
+        first: the first stage, if a sum over stages may begin there.
+        last: the last stage, if it may lack results to pass on, and the values that depend on
+            examples.
 
     Returns:
-        The matches, and the pattern. Of two stages, it is what both have.
+        The matches and the pattern. With two stages, the pattern holds the calls that both have.
 
     Raises:
         NoStagesError: a stage lacks a call of the pattern.
@@ -172,7 +174,7 @@ def all_laid(
 
 
 def _begins(match: Match, one: Call, inside: set[int]) -> bool:
-    """Whether a call adds to what comes from the stage before; then this one adds to zeros."""
+    """Whether a call adds to a value of the previous stage; if so, this stage adds to zeros."""
     new = [v for v in one.ins if isinstance(v, int) and v not in inside and v not in match.outer]
     old = [v for v in one.ins if isinstance(v, int) and v in match.names]
     if one.kind not in ("add_any", "add") or len(new) != 1 or len(old) != 1:
@@ -184,11 +186,11 @@ def _begins(match: Match, one: Call, inside: set[int]) -> bool:
 
 
 def _ends(match: Match, one: Call, moving: Set[int]) -> bool:
-    """Whether a call can be computed in the last stage although the step does not; its results get
-    numbers that nothing reads. The first layer's input needs no gradient where it is the batch.
+    """Whether the last stage can compute a call that the step does not contain; its results get
+    unused numbers. For example, the first layer's input needs no gradient if it is the batch.
 
-    What else it reads of its own stage, such as a reversed kernel, may be another's then; not what
-    is ``moving``: made in the stage, or of examples.
+    The call may then read values of another stage, such as a reversed kernel, but no ``moving``
+    ones: values that are made in the stage or depend on examples.
     """
     known = match.names.keys() | match.outer.keys()
     new = [v for v in one.ins if isinstance(v, int) and v not in known]
@@ -201,7 +203,7 @@ def _ends(match: Match, one: Call, moving: Set[int]) -> bool:
 
 
 def _fits(match: Match, one: Call, other: Call, inside: set[int]) -> bool:
-    """Whether two equal operations read the same."""
+    """Whether two equal operations read the same values."""
     for a, b in zip(one.ins, other.ins, strict=True):
         if not isinstance(a, int):
             if isinstance(b, int) or not _same(a.val, b.val):

@@ -1,1 +1,1 @@
-"""Stages as programs of their own: one for each stage's forward and backward pass."""
+"""Stages as separate programs: one for each stage's forward and one for its backward pass."""

@@ -1,4 +1,4 @@
-"""The step whose stages are programs of their own: what is planned, and how it is taken apart."""
+"""A step whose stages are separate programs: the step that is planned, and how it is split."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from planner.stages.rewrite import with_call
 
 @dataclass(frozen=True, eq=False)
 class Apart:
-    """A step taken apart.
+    """A step split into the programs of its stages.
 
     Attributes:
         flat: the step.
-        at: which of its calls is the loop over microbatches.
-        split: its body in tasks.
-        homes: where the rest is done.
-        ops: per call, by ``id``, its operations of the graph.
+        at: the index of the call that is the loop over microbatches.
+        split: its body, split into tasks.
+        homes: where the rest of the step runs.
+        ops: per call, by ``id``, its operations in the graph.
         cuts: per stage, the operation that its forward pass begins with.
     """
 
@@ -61,16 +61,16 @@ def taken_apart(
     seconds: Callable[[int], float] | None = None,
     manual: Sequence[tuple[str, int]] = (),
 ) -> Apart:
-    """A step of ``layered`` in the programs of its stages.
+    """Split a step of ``layered`` into the programs of its stages.
 
     Args:
         traced: the step.
-        parts: microbatches.
-        count: stages.
-        weights: whether the gradients of weights are tasks of their own.
-        cuts: per stage, the operation of the graph that its forward pass begins with; without,
-            stages are made that take about the same time.
-        seconds: what the operations of a call take, by the first of them; without, by flop.
+        parts: number of microbatches.
+        count: number of stages.
+        weights: whether the gradients of weights are separate tasks.
+        cuts: per stage, the operation of the graph that its forward pass begins with; empty:
+            stages that take about the same time.
+        seconds: the time of a call's operations, given the first of them; None: by FLOPs.
         manual: (pattern, stage), instead of stages that take about the same time.
 
     Raises:
@@ -86,7 +86,7 @@ def taken_apart(
     ops = {id(c): outside[c.outs[0]] for c in flat.calls if c.outs}
     added = [c for calls in body.sums for c in calls]
     for calls, pieces in zip(body.sums, body.summed, strict=True):
-        for c in calls:  # a conversion that is made of each part stands where it stood
+        for c in calls:  # a conversion of each part has the position of the original
             if c.kind == "convert_element_type":
                 inside.update((v, inside[c.outs[0]]) for v in pieces)
     for c in (*body.flat.calls, *added):
@@ -112,8 +112,8 @@ def taken_apart(
 def _labels(
     traced: Traced, flat: FlatJaxpr, body: Body, loop: Call, calls: Sequence[Call]
 ) -> list[list[str]]:
-    """Per call, its line and the paths of the arrays of the step's arguments that it reads; through
-    what does not depend on the batch."""
+    """Per call, its line and the paths of the step's arguments that it reads, directly or through
+    calls that do not depend on the batch."""
     inside, _, _ = body.loop.split(body.flat.inputs)
     outside, _, _ = body.loop.split(loop.ins)
     paths: dict[int, set[str]] = {
@@ -151,17 +151,17 @@ def layered(
     args: Sequence[Any],
     recipe: Recipe,
 ) -> tuple[Callable[..., Any], tuple[str, ...]]:
-    """A step whose stages can be programs of their own, and lines that say what they are.
+    """A step whose stages can be separate programs, and lines that describe the stages.
 
     Args:
         function: a step in microbatches, made for this (``microbatched(..., apart=True)``).
-        traced: what it is for ``args``.
+        traced: its trace for ``args``.
         args: its arguments, or ShapeDtypeStructs.
-        recipe: with two microbatches or more, stages and a schedule. Scans over layers are cut in
-            as many parts as there are stages; of a recipe with cuts nothing is said.
+        recipe: with two microbatches or more, stages and a schedule. Scans over layers are cut
+            into one part per stage. For a recipe with cuts, the lines are empty.
 
     Raises:
-        NoStagesError: it has too few blocks, or can't be split.
+        NoStagesError: the step has too few blocks, or can't be split.
     """
     parts, count = recipe.microbatches, recipe.stages
     if parts == 1:
@@ -191,7 +191,7 @@ def layered(
 
 
 def chunk_count(recipe: Recipe) -> int:
-    """Into how many chunks the layers are cut."""
+    """The number of chunks that the layers are cut into."""
     if recipe.order:
         return len(order_of_rows(recipe.schedule, recipe.order).place)
     return recipe.stages * chunks_of(recipe.schedule)
@@ -201,7 +201,7 @@ def order_of(recipe: Recipe) -> Order:
     """The schedule of a plan.
 
     Raises:
-        RequestError: it does not run such counts.
+        RequestError: it does not support these numbers of stages and microbatches.
     """
     name, stages, parts = recipe.schedule, recipe.stages, recipe.microbatches
     try:
@@ -219,7 +219,7 @@ def order_of(recipe: Recipe) -> Order:
 
 
 def stage_lines(apart: Apart) -> tuple[str, ...]:
-    """What each stage is, for the report."""
+    """Lines that describe each stage, for the report."""
     split, where = apart.split, apart.homes
     out = []
     for stage in range(split.count):

@@ -1,12 +1,11 @@
-"""A microbatch as one forward and one backward program for each stage.
+"""Splits a microbatch into one forward and one backward program per stage.
 
-A forward call belongs to the stage between two cuts. A backward call goes to the last stage at
-which all of its operands are: what a forward pass makes is at its own stage and at those whose
-forward pass reads it; what a backward pass makes is at its stage and goes down to those before.
-So what a forward pass leaves for a backward pass crosses no border by itself; where no stage has
-all operands, it is sent to the one that needs it, and cuts avoid that. What depends on
-the batch alone and is cheap (masks, positions) and what does not depend on it each program makes
-for itself.
+A forward call belongs to the stage between two cuts. A backward call goes to the last stage that
+has all of its operands. A forward result is at the stage that makes it and at those whose forward
+pass reads it. A backward result is at its stage and passes down to all earlier stages. So a value
+that a forward pass leaves for a backward pass usually crosses no border. If no stage has all
+operands, they are sent to the stage that needs them; cuts avoid that. Each program recomputes
+values that do not depend on the batch, and cheap ones that depend only on it (masks, positions).
 """
 
 from __future__ import annotations
@@ -25,29 +24,29 @@ from planner.stages.programs.cuts import crossing, cut_blocks, narrow_places, sl
 
 FORWARD, BACKWARD, WEIGHTS = "F", "B", "W"
 LARGE = 1 << 16
-"""Bytes from which on it matters at which stage an array of the state is."""
+"""Minimum bytes of an array of the state for its stage to matter."""
 MOST_LOOKS = 200
-"""Moves of a border that are tried."""
+"""Maximum number of border moves that are tried."""
 SENT = 0.01
-"""Share of the longest stage that a backward call counts for whose operands must be sent to it."""
+"""Cost of a backward call whose operands must be sent to it, as a share of the longest stage."""
 ADDS = frozenset({"add", "add_any"})
 
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """What one stage does for one microbatch.
+    """The work of one stage for one microbatch.
 
     Attributes:
         kind: ``F`` (forward), ``B`` (gradients that other stages wait for) or ``W`` (the rest).
-        stage: which.
-        calls: what it runs, in order.
-        own: those of them that only it runs (the others are cheap, and made by each reader).
+        stage: the index of the stage.
+        calls: the calls that it runs, in order.
+        own: the calls that only this task runs (the others are cheap, and each reader runs them).
         ins: values of this microbatch that other tasks make.
         fixed: operands of the loop and constants, which do not change between microbatches.
-        rows: what it reads of the batch.
+        rows: values of the batch that it reads.
         outs: values that other tasks read.
         sums: values that are added up over the microbatches.
-        stacked: values that are kept of every microbatch.
+        stacked: values that are stacked over the microbatches.
     """
 
     kind: str
@@ -64,15 +63,15 @@ class Task:
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """A microbatch in tasks.
+    """A microbatch, split into tasks.
 
     Attributes:
         body: the microbatch.
-        count: stages.
-        tasks: by kind and stage.
+        count: number of stages.
+        tasks: the tasks by kind and stage.
         makers: per value that a task makes for others, adds up or stacks, the task.
-        pieces: per carry of the loop, what is added up for it: parts of its first dimension, each
-            a sum of values.
+        pieces: per carry of the loop, the sums that it accumulates: parts of its first dimension,
+            each a sum of values.
     """
 
     body: Body
@@ -94,8 +93,8 @@ class Split:
 
 @dataclass(frozen=True, eq=False)
 class Passes:
-    """The calls of a microbatch: ``spread`` (every reader makes them for itself), the forward pass
-    and the backward pass."""
+    """The calls of a microbatch: ``spread`` (every reader runs them itself), the forward pass and
+    the backward pass."""
 
     spread: list[Call]
     ahead: list[Call]
@@ -106,11 +105,10 @@ def split(body: Body, passes: Passes, begins: Sequence[int], weights: bool = Tru
     """Split a microbatch.
 
     Args:
-        body: the loop over microbatches, taken apart.
+        body: the body of the loop over microbatches.
         passes: its calls (``passes_of``).
         begins: the first call of each stage's forward pass.
-        weights: whether what no other stage waits for is a task of its own.
-
+        weights: whether the calls that no other stage waits for form a separate task.
     """
     stage, _ = _stages(body, passes, begins)
     return _tasks(body, len(begins), passes.spread, (passes.ahead, passes.back), stage, weights)
@@ -119,15 +117,15 @@ def split(body: Body, passes: Passes, begins: Sequence[int], weights: bool = Tru
 def balanced(
     body: Body, passes: Passes, count: int, seconds: Callable[[Call], float] = call_cost
 ) -> list[int]:
-    """The first call of each stage's forward pass, such that the longest stage, with its backward
-    pass, takes least. First as if every block were a stage; then borders are moved while that
-    helps, for what is computed again may go to another stage where a block of it is cut. Scanned
-    layers that are cut into as many parts stay together with their stage's part of the state.
+    """The first call of each stage's forward pass, chosen to minimize the longest stage, including
+    its backward pass. The first cuts price blocks as if each were a stage. Borders then move while
+    that helps, because recomputed calls may change their stage if a block of them is cut. Scanned
+    layers that are cut into ``count`` parts stay together with their stage's part of the state.
 
     Args:
         body, passes: the microbatch.
-        count: stages.
-        seconds: what a call takes.
+        count: number of stages.
+        seconds: the time of a call.
 
     Raises:
         NoStagesError: there are fewer blocks than stages.
@@ -136,7 +134,7 @@ def balanced(
     cost = {id(c): seconds(c) for c in (*passes.ahead, *passes.back)}
 
     def spent(begins: Sequence[int]) -> tuple[list[float], int]:
-        """Per stage; and how many backward calls find their operands at no one stage."""
+        """Time per stage; and the number of backward calls that no stage has all operands of."""
         stage, alone = _stages(body, passes, begins)
         out = [0.0] * len(begins)
         for c, at in stage.items():
@@ -173,9 +171,9 @@ def balanced(
 
 
 def _layers(passes: Passes, count: int) -> list[tuple[int, int]]:
-    """Calls of the forward pass that go over one of ``count`` parts of scanned layers: (number,
-    part). A part lies on the devices of the stage of that number. Of several scans, none: they
-    can't all be aligned."""
+    """Calls of the forward pass that scan one of ``count`` parts of the layers: (index, part). Part
+    k lies on the devices of stage k. Empty if there are several scans: they can't all be
+    aligned."""
     parts = {
         v: part for c in passes.spread if (part := slice_part(c, count)) is not None for v in c.outs
     }
@@ -190,8 +188,8 @@ def _layers(passes: Passes, count: int) -> list[tuple[int, int]]:
 
 
 def _stages(body: Body, passes: Passes, begins: Sequence[int]) -> tuple[dict[int, int], int]:
-    """Per call, by ``id``, its stage; and how many backward calls find their operands at no one
-    stage."""
+    """Per call, by ``id``, its stage; and the number of backward calls that no stage has all
+    operands of."""
     ahead = passes.ahead
     stage: dict[int, int] = {}
     there: dict[int, int] = {}  # per value of the forward pass, a bit for each stage that has it
@@ -222,12 +220,12 @@ def _stages(body: Body, passes: Passes, begins: Sequence[int]) -> tuple[dict[int
 
 
 def passes_of(body: Body) -> Passes:
-    """The calls of a microbatch by what they belong to."""
+    """The calls of a microbatch, by pass."""
     return Passes(*_sorted(body))
 
 
 def _sorted(body: Body) -> tuple[list[Call], list[Call], list[Call]]:
-    """Calls that every reader makes for itself; the forward pass; the backward pass."""
+    """Calls that every reader runs itself; the forward pass; the backward pass."""
     cheap: set[int] = set(body.rows)
     large = {v for v, n in _sizes(body).items() if v not in body.batch and n >= LARGE}
     behind: set[int] = set()
@@ -259,8 +257,8 @@ def _sizes(body: Body) -> dict[int, int]:
 def _liked(
     body: Body, spread: Sequence[Call], ahead: Sequence[Call], groups: Sequence[int]
 ) -> dict[int, int]:
-    """Per large array that does not change, and what is made of it alone: the stages whose forward
-    pass reads it."""
+    """Per large array that does not change, and per value made of such arrays alone, the stages
+    whose forward pass reads it."""
     sizes = _sizes(body)
     roots: dict[int, set[int]] = {}
     for call in spread:
@@ -310,7 +308,7 @@ def _tasks(
     dropped: set[int] = set()
 
     def addends(v: Any) -> tuple[Any, ...]:
-        """A sum over stages in its parts, which are added up apart."""
+        """The addends of a sum over stages, which are added up separately."""
         call = maker.get(v) if isinstance(v, int) else None
         if call is None or call.kind not in ADDS or readers[v] > 1:
             return (v,)

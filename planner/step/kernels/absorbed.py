@@ -1,9 +1,9 @@
-"""Which operations run inside the kernel of a product, as XLA:TPU compiles them.
+"""The operations that run inside the kernel of a product, as XLA:TPU compiles them.
 
 A product computes its elementwise operands itself. Elementwise operations on its result, and
 reductions of them, run on a finished tile while the matrix unit makes the next one. The vector
-unit works beside the matrix unit, so such operations take no time of their own until they take
-longer than the product. docs/explanation/compute.md has the figures.
+unit runs in parallel with the matrix unit, so such operations add no time until they take longer
+than the product. docs/explanation/compute.md has the figures.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from planner.step.memory.materialized import FOLDED, PASSES, Written
 from planner.step.memory.tiles import copied, padding
 
 FAR = 4.0
-"""Padding over that of the best layout from which on the copy takes time: it is written and read.
-Compiled (libtpu 0.0.42), windows of 49 x 32 numbers (2.6) do not show it, sets of 20 x 32 (4.8) and
-interactions of 12 x 32 (5.3) do."""
+"""Ratio of padding to that of the best layout from which the copy takes time: it is written and
+read. Compiled (libtpu 0.0.42), windows of 49 x 32 numbers (2.6) do not show it; sets of 20 x 32
+(4.8) and interactions of 12 x 32 (5.3) do."""
 
 
 class ProductKernel(NamedTuple):
-    """What the kernel of a product moves, in bytes: for its operands, for its result, and from the
-    matrix unit. ``idle`` multiplies its flop: columns of the matrix unit that are not used."""
+    """The bytes that the kernel of a product moves: for its operands, for its result, and from the
+    matrix unit. ``idle`` multiplies its FLOPs: columns of the matrix unit that are not used."""
 
     first: float
     second: float
@@ -50,15 +50,15 @@ def absorbing(
         is_written: per value, whether it is written to memory.
         live: per operation, whether its results are used.
 
-    The optimizer's update is left out, as it takes longer than the product; it does not read a
-    gradient that a product hands to it (``vector_bytes``). Near-linear in operations.
+    The optimizer's update is excluded, because it takes longer than the product; it does not read a
+    gradient that a product passes to it (``vector_bytes``). Near-linear in operations.
     """
     home = _behind(graph, fusable, live)
     return _before(graph, fusable, is_written, live, home)
 
 
 def _absorbs(op: Op) -> bool:
-    """Whether an operation's kernel takes others in; one written by a user does not."""
+    """Whether an operation's kernel absorbs others; a kernel written by a user does not."""
     return op.kind in PRODUCTS and not op.fused
 
 
@@ -99,8 +99,8 @@ def _behind(graph: Graph, fusable: Sequence[bool], live: Sequence[bool]) -> list
 
 
 def _leaves_image(graph: Graph, op: Op, product: Op) -> bool:
-    """Whether an operation makes something else of a convolution's images, as pooling does that
-    reshapes, or ``jnp.repeat``: the convolution's kernel ends there."""
+    """Whether an operation changes the shape of a convolution's images, such as ``jnp.repeat`` or
+    pooling by a reshape: the convolution's kernel ends there."""
     if product.kind != "conv_general_dilated" or op.kind not in ("reshape", "broadcast_in_dim"):
         return False
     return op.inputs[0] != SCALAR and len(graph.values[op.outputs[0]].shape) > 4
@@ -113,7 +113,7 @@ def _before(
     live: Sequence[bool],
     home: list[int],
 ) -> tuple[int, ...]:
-    """Adds operations that only such kernels read, and that those compute themselves."""
+    """Add operations that only such kernels read, and that these kernels compute themselves."""
     readers: list[list[int]] = [[] for _ in graph.values]
     for op in graph.ops:
         if live[op.index]:
@@ -148,10 +148,10 @@ def product_kernels(
 ) -> dict[int, ProductKernel]:
     """The kernel of each product.
 
-    Operands count as what they are computed from. What absorbed operations read and write beside
-    them has the shape of the result, or is small, and counts as part of it. ``handed`` are
-    gradients that products hand to their updates (``gradients_in_updates``): they are not written.
-    A collective between the two is charged for that (``planner.cost.reshard``).
+    Operands count as the arrays that they are computed from. Other arrays that absorbed operations
+    read and write have the shape of the result, or are small, and count as part of the result.
+    ``handed`` are gradients that products pass to their updates (``gradients_in_updates``): they
+    are not written. A collective between the two is charged for that (``planner.cost.reshard``).
     """
     operands: dict[int, tuple[int, int]] = {}
     behind: dict[int, dict[int, int]] = {}
@@ -201,7 +201,7 @@ def product_kernels(
 
 
 def _features(rule: FactorRule) -> int:
-    """Output features of a convolution: what its second operand and its result share."""
+    """Output features of a convolution: the factors that its second operand and result share."""
     second, result = ({f for dim in x for f in dim} for x in (rule.operands[1], rule.results[0]))
     return max(1, math.prod(rule.sizes[f] for f in second & result))
 
@@ -213,9 +213,9 @@ def seen_shares(
     fused: FusedCalls,
     device: Device,
 ) -> list[float]:
-    """Per operation, the share of its time that does not hide under the product that absorbs it.
+    """Per operation, the share of its time that is not hidden by the product that absorbs it.
 
-    Whatever splits a product splits what it absorbs, so the unsharded step tells the share.
+    A split of a product also splits what it absorbs, so the unsharded step gives the share.
     """
     product_s, vector_s = [0.0] * len(graph.ops), [0.0] * len(graph.ops)
     for op in graph.ops:

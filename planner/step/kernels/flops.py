@@ -1,4 +1,4 @@
-"""Flop of one operation."""
+"""FLOPs of one operation."""
 
 from __future__ import annotations
 
@@ -33,30 +33,30 @@ _CUBES: Mapping[str, Callable[[float, float], float]] = {
         4 * max(m, n) ** 2 * min(m, n) + 8 * max(m, n) * min(m, n) ** 2 + 9 * min(m, n) ** 3
     ),
 }
-"""Flop of a decomposition of an m by n matrix, vectors included: Golub and Van Loan, Matrix
+"""FLOPs of a decomposition of an m by n matrix, vectors included: Golub and Van Loan, Matrix
 Computations, 4th edition (4.2.5, 3.2.6, 5.2.1, 7.4.3, 8.3.1, 8.3.3, 7.5.6, figure 8.6.1)."""
 
 
 def in_place(graph: Graph, op: Op) -> bool:
-    """Whether an operation writes some rows of an array that nobody else reads: XLA leaves the
-    others where they are, in loops too."""
+    """Whether an operation writes some rows of an array that no other operation reads: XLA leaves
+    the other rows in place, also in loops."""
     return op.kind == "dynamic_update_slice" and op.inputs[0] in graph.read_once
 
 
 def ragged_groups(graph: Graph, op: Op) -> int:
-    """How many groups a ragged product has."""
+    """The number of groups of a ragged product."""
     return graph.values[op.inputs[2]].shape[-1]
 
 
 def masked_operands(graph: Graph, op: Op) -> int:
-    """How many operands of a ragged product are copied once per group where a compiler multiplies
-    all rows by the matrices of all groups: the rows; of a gradient both operands."""
+    """The number of operands of a ragged product that are copied once per group if a compiler
+    multiplies all rows by the matrices of all groups: the rows; for a gradient, both operands."""
     rows, result = (graph.values[v].shape for v in (op.inputs[0], op.outputs[0]))
     return 2 if len(result) > len(rows) else 1
 
 
 def op_flops(graph: Graph, op: Op, rule: FactorRule) -> float:
-    """Flop of one run of an operation, unsharded."""
+    """FLOPs of one run of an operation, unsharded."""
     if op.work:
         return sum(flops for kind, flops, _ in op.work if kind not in (MASKED, MASKED_GRADIENT))
     values = graph.values
@@ -73,7 +73,7 @@ def _flops(
 ) -> float:
     if kind == "dot_general":
         return 2.0 * math.prod(rule.sizes)
-    if kind in RAGGED:  # each row meets the matrix of its group
+    if kind in RAGGED:  # each row is multiplied by the matrix of its group
         first, second, result = (
             {f for dim in side for f in dim} for side in (*rule.operands[:2], rule.results[0])
         )

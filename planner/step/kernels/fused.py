@@ -1,10 +1,10 @@
 """Calls of user functions that stand for one hand-written kernel: fused (flash) attention.
 
 A jitted function whose name starts with ``flash_attention`` is priced as one kernel, forward and
-backward each. What it makes inside and nobody outside reads takes no memory and no memory
-traffic; residuals that go only from a forward to its backward, also through a loop's borders, are
-inside too, since such a kernel makes them again (Dao et al. 2022, section 3.1). The name says
-``causal`` where half of the products is masked away.
+backward each. Values that only the kernel itself reads take no memory and no memory traffic.
+Residuals that go only from a forward to its backward, also through a loop's borders, are inside
+too, because such a kernel recomputes them (Dao et al. 2022, section 3.1). The name contains
+``causal`` if half of the products is masked.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from planner.step.memory.liveness import PASSES
 
 
 def _passes_on(op: Op) -> bool:
-    """Whether an operation's results are its operands: a border of a region, a mark."""
+    """Whether an operation's results are its operands: a border of a region, or a mark."""
     return op.kind.startswith(("loop_", "branch_")) or op.kind in PASSES
 
 
 @dataclass(frozen=True)
 class _Call:
-    """One call: its products in order, what they multiply their flop by."""
+    """One call: its products in order, and the factor of their FLOPs."""
 
     products: tuple[int, ...]
     factor: float
@@ -47,12 +47,12 @@ class FusedCalls:
     inside: tuple[bool, ...]
 
     def factor(self, call: int) -> float:
-        """How many times its flop a product of a call counts: half where causal, more where the
-        call is a backward that makes the scores again, times ``attention_drag``."""
+        """The factor of the FLOPs of a call's products: half if causal, more if the call is a
+        backward that recomputes the scores, times ``attention_drag``."""
         return self.calls[call].factor
 
     def first_product(self, call: int) -> int:
-        """The operation that stands for the start of a call's kernel."""
+        """The operation that represents the start of a call's kernel."""
         return self.calls[call].products[0]
 
 

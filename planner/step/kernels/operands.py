@@ -1,7 +1,7 @@
-"""Which values are sent as the bfloat16 that products read, where they are float32.
+"""The float32 values that are sent as bfloat16, because products read them as bfloat16.
 
-A TPU multiplies float32 operands as bfloat16 unless the program asks for more precision, and
-XLA:TPU converts such an operand before it is gathered or exchanged, not behind. Partial sums of
+A TPU multiplies float32 operands as bfloat16 unless the program requests more precision, and
+XLA:TPU converts such an operand before it is gathered or exchanged, not afterwards. Partial sums of
 products are float32 and are sent as such.
 """
 
@@ -19,7 +19,7 @@ from planner.step.memory.materialized import FOLDED, JOINED
 def with_sent_bytes(
     graph: Graph, groups: Groups, live: Sequence[bool], device: Device | None
 ) -> Groups:
-    """The groups, their links with the bytes that are sent. Linear in operations."""
+    """The groups, with the bytes that their links send. Linear in operations."""
     if device is None or not device.fuses_operands:
         return groups
     narrow = _narrow_links(graph, groups, live)
@@ -31,7 +31,7 @@ def with_sent_bytes(
 
 
 def _narrow_links(graph: Graph, groups: Groups, live: Sequence[bool]) -> set[int]:
-    """Numbers of the links whose values arrive as bfloat16: all who read what arrives multiply."""
+    """Indices of the links whose values arrive as bfloat16: all readers at the end multiply."""
     multiplied = _only_multiplied(graph, live)
     kinds = [g.kind for g in groups.groups]
 
@@ -60,7 +60,7 @@ def _narrow_links(graph: Graph, groups: Groups, live: Sequence[bool]) -> set[int
 
 
 def _multiplies(graph: Graph, op: Op, multiplied: Sequence[bool | None]) -> bool:
-    """Whether an operation reads its operands as bfloat16, or is a view that only such read."""
+    """Whether an operation reads its operands as bfloat16, or is a view with only such readers."""
     if op.kind in PRODUCTS:
         return op.passes == 1 and not op.fused
     if op.kind == "convert_element_type":
@@ -70,7 +70,7 @@ def _multiplies(graph: Graph, op: Op, multiplied: Sequence[bool | None]) -> bool
 
 
 def _only_multiplied(graph: Graph, live: Sequence[bool]) -> list[bool | None]:
-    """Per value, whether all that read it read bfloat16; None: nothing reads it."""
+    """Per value, whether all its readers read bfloat16; None if it has no reader."""
     out: list[bool | None] = [None] * len(graph.values)
     for o in graph.outputs:
         if o != SCALAR:

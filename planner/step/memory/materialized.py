@@ -1,8 +1,8 @@
 """Which values of a traced step are written to memory, and when the kernels that read them run.
 
-What an operation that mixes dimensions makes is written to memory. An elementwise result is
-computed again by each kernel that reads it, from what that is made of (its *sources*), while this
-moves no more bytes than writing it once would. docs/explanation/memory.md has the reasons.
+The results of operations that mix dimensions are written to memory. Each kernel that reads an
+elementwise result recomputes it from its *sources*, as long as this moves no more bytes than
+writing it once. docs/explanation/memory.md has the reasons.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ VIEWS = frozenset(
 """Operations whose result is their operand, in the same memory."""
 
 FOLDED = VIEWS | {"transpose"}
-"""What a product takes into how it reads an operand."""
+"""Operations that a product folds into reading an operand."""
 
 PICKED = frozenset({"slice", "dynamic_slice", "gather", "loop_xs"})
 """Fused operations that read a part of their first operand."""
 
 SLICES = frozenset({"slice", "split"})
-"""Operations that cut arrays at places that are known."""
+"""Operations that cut arrays at known places."""
 
 JOINED = frozenset({"pad", "concatenate", "rev"})
 """Operations that mix dimensions and yet are fused."""
 
 FILLS = frozenset({"broadcast_in_dim", "iota"})
-"""Operations that may make an array of nothing."""
+"""Operations that may make an array without operands."""
 
 OVERWRITES = frozenset({"scatter", "scatter-add", "scatter_add", "dynamic_update_slice"})
-"""Operations that write into their first operand's memory where nothing else reads it."""
+"""Operations that write into their first operand's memory if nothing else reads it."""
 
 WRITERS = frozenset({"loop_ys", "branch_out"})
-"""Borders that write their result, from operands that they may compute themselves."""
+"""Borders that write their result and may compute their operands themselves."""
 
 ENTERED = frozenset({"loop_xs", "loop_const"})
 """Borders through which arrays enter a loop: they are in memory before it begins."""
@@ -54,22 +54,22 @@ MAX_SOURCES = 24
 
 @dataclass(frozen=True, eq=False)
 class Written:
-    """What is written and who reads it.
+    """The values that are written, and when they are read.
 
     Attributes:
         kept: per value, whether it is written to memory.
-        nbytes: per value, the bytes it is written in.
-        reads: per value that is kept, when its kernels read it, in order.
-        base: per value, the value whose memory it is read from: itself, or what it is a view of.
-        sources: per value, what a kernel reads that needs it, with the bytes: itself if it is
-            kept, else the kept values that it is computed from.
+        nbytes: per value, its size as it is written.
+        reads: per value that is kept, the times at which kernels read it, in order.
+        base: per value, the value whose memory it is read from: itself, or the one it is a view of.
+        sources: per value, the values that a kernel reads to use it, with the bytes: itself if it
+            is kept, else the kept values that it is computed from.
         order: operation indices in the order in which they run: as traced, or that of
             ``schedule`` or ``activations_first``.
-        passed: values that a product's kernel hands on to an elementwise operation in it.
+        passed: values that a product's kernel passes to an elementwise operation in it.
         time: per operation, its place in ``order``.
-        merges: whether kernels that read nothing in common are made one, as for GPUs.
-        normalizes: whether a kernel reduces the rows of an array and reads them again, as those of
-            softmax and norms on GPUs; it does not write over them.
+        merges: whether kernels without common operands are merged, as on GPUs.
+        normalizes: whether a kernel reduces the rows of an array and reads them again, like those
+            of softmax and norms on GPUs; it does not overwrite them.
     """
 
     kept: tuple[bool, ...]
@@ -84,7 +84,7 @@ class Written:
     normalizes: bool = False
 
     def without(self, inside: Sequence[bool]) -> Written:
-        """The same, but for values that never leave a hand-written kernel."""
+        """The same, without values that never leave a hand-written kernel."""
         if not any(inside):
             return self
         is_written = tuple([k and not i for k, i in zip(self.kept, inside, strict=True)])
@@ -100,14 +100,14 @@ def written(
     late: bool = False,
     normalizes: bool = False,
 ) -> Written:
-    """Tell written values from those that their readers compute again.
+    """Separate values that are written from those that their readers recompute.
 
     Args:
         graph: the step.
         fusable: per operation, whether it only passes dimensions along.
         live: per operation, whether its results are used.
         fused_operands: whether a product computes its elementwise operands itself, as on TPUs.
-        late: whether what only the update needs comes last (``schedule``).
+        late: whether operations that only the update needs come last (``schedule``).
         normalizes: see ``Written``.
 
     Complexity: O(operands * MAX_SOURCES).
@@ -164,7 +164,7 @@ class _Writing:
     def _forced(self, fused_operands: bool) -> list[bool]:
         """Values that must be written: read by an operation that does not compute them itself."""
         forced = [False] * len(self.graph.values)
-        selected: set[int] = set()  # with a label's element in it: products do not compute it
+        selected: set[int] = set()  # made from a ``selects``: products do not compute these
         for op in self.graph.ops:
             if not self.live[op.index] or writes(op):
                 continue
@@ -188,8 +188,8 @@ class _Writing:
         return forced
 
     def _repeats(self, value: int) -> bool:
-        """Whether a value repeats elements of an array along a dimension of its own, as
-        ``jnp.repeat`` does before it joins two dimensions: XLA:TPU writes it."""
+        """Whether a value repeats elements of an array along an extra dimension, as ``jnp.repeat``
+        does before it joins two dimensions: XLA:TPU writes it."""
         maker = self.graph.values[value].op if value != SCALAR else -1
         if maker < 0 or self.graph.ops[maker].kind != "broadcast_in_dim":
             return False
@@ -200,9 +200,9 @@ class _Writing:
         return 1 < math.prod(inner) < math.prod(out.shape) and len(out.shape) > len(inner) > 1
 
     def _passed(self, fusable: Sequence[bool]) -> set[int]:
-        """Results of products that are not written: one elementwise operation alone reads each, in
-        the product's kernel. What the last of these makes is written. A gradient is handed to
-        its update as it is made."""
+        """Results of products that are not written: each has one reader, an elementwise operation
+        in the product's kernel. The result of the last such operation is written. A gradient is
+        passed to its update as it is made."""
         graph = self.graph
         readers: list[list[int]] = [[] for _ in graph.values]
         for op in graph.ops:
@@ -237,7 +237,7 @@ class _Writing:
         return passed
 
     def _narrow(self) -> list[bool]:
-        """Float32 results that only products read: written as the bfloat16 that those take in."""
+        """Float32 results that only products read: written as bfloat16, which products read."""
         graph = self.graph
         wide = [v.op < 0 or v.dtype != "float32" or v.index in self.final for v in graph.values]
         read = [False] * len(graph.values)
@@ -252,7 +252,7 @@ class _Writing:
         return [r and not w for r, w in zip(read, wide, strict=True)]
 
     def _readers(self) -> list[int]:
-        """Per value, how many operations read it, views looked through."""
+        """Per value, the number of operations that read it, directly or through views."""
         count = [0] * len(self.graph.values)
         for op in reversed(self.graph.ops):
             if not self.live[op.index]:
@@ -304,10 +304,10 @@ class _Writing:
         if op.kind in PICKED:
             sources = {s: min(n, small) for s, n in sources.items()}
         write = not self.light[op.index] or len(sources) > MAX_SOURCES
-        if op.kind in SLICES and self.fused_operands:  # tiles are cut anew, once for all readers
+        if op.kind in SLICES and self.fused_operands:  # new tiles are cut once for all readers
             write = write or self.readers[op.outputs[0]] > 1
         if op.kind in FILLS and not sources:
-            self.sources[op.outputs[0]] = {}  # whoever needs it in memory writes it there
+            self.sources[op.outputs[0]] = {}  # operations that need it in memory write it there
             self.kept[op.outputs[0]] = op.outputs[0] in self.final
             return
         for o in op.outputs:
@@ -328,15 +328,15 @@ class _Writing:
                 self.reads[s].append(at)
 
     def _worth(self, value: int, sources: dict[int, int]) -> bool:
-        """Whether writing a value once moves fewer bytes than computing it in every reader. What
-        is narrowed is written by the product that makes its source, which is not read for it."""
+        """Whether writing a value once moves fewer bytes than computing it in every reader. The
+        product that makes its source writes a narrowed value, without reading that source."""
         k, nbytes, source_bytes = self.readers[value], self.nbytes[value], sum(sources.values())
         narrowed = nbytes < self.graph.values[value].nbytes
         here = [n for s, n in sources.items() if narrowed and self._multiplied(s, value)]
         return k * source_bytes > source_bytes - max(here, default=0) + nbytes + k * nbytes
 
     def _multiplied(self, source: int, value: int) -> bool:
-        """Whether a product makes ``source``, in the loop in which ``value`` is made."""
+        """Whether a product makes ``source`` in the loop that makes ``value``."""
         graph = self.graph
         maker, value_op = graph.values[source].op, graph.ops[graph.values[value].op]
         if maker < 0 or graph.ops[maker].kind not in PRODUCTS:
@@ -355,8 +355,8 @@ def writes(op: Op) -> bool:
 
 
 def selects(graph: Graph, op: Op) -> bool:
-    """Whether a scatter writes one element of each row of an array of one value, as the gradient of
-    a label's logit is made: XLA:TPU compares a counter with the index instead."""
+    """Whether a scatter writes one element of each row of a constant array, as in the gradient of a
+    label's logit: XLA:TPU compares a counter with the index instead."""
     if not op.kind.startswith("scatter") or SCALAR in op.inputs[1:] or len(op.inputs) != 3:
         return False
     into, out = op.inputs[0], graph.values[op.outputs[0]]
@@ -370,7 +370,7 @@ def selects(graph: Graph, op: Op) -> bool:
 
 
 def _looks_up(graph: Graph, op: Op) -> bool:
-    """Whether an operation reads many rows of a table: XLA:TPU does so in a kernel of its own, and
+    """Whether an operation reads many rows of a table: XLA:TPU does so in a separate kernel, and
     both the table and the rows are written. One row is a slice."""
     if op.kind != "gather" or op.inputs[1] == SCALAR:
         return False
@@ -379,7 +379,7 @@ def _looks_up(graph: Graph, op: Op) -> bool:
 
 def _spreads(graph: Graph, op: Op) -> bool:
     """Whether an operation puts elements between those of an array, as associative scans do to join
-    every other element: XLA:TPU writes the result by itself."""
+    every other element: XLA:TPU writes the result separately."""
     if op.kind != "pad" or op.inputs[0] == SCALAR:
         return False
     part, whole = graph.values[op.inputs[0]].shape, graph.values[op.outputs[0]].shape
@@ -387,12 +387,12 @@ def _spreads(graph: Graph, op: Op) -> bool:
 
 
 def _apart(graph: Graph, op: Op) -> bool:
-    """Whether XLA:TPU runs a light operation in a kernel of its own."""
+    """Whether XLA:TPU runs a light operation in a separate kernel."""
     return _looks_up(graph, op) or _spreads(graph, op)
 
 
 def extents(graph: Graph, time: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Per region, when it begins and ends (-1: the main one, and empty ones)."""
+    """Per region, when it begins and ends; -1 for the main region and empty ones."""
     begin, stop = [-1] * len(graph.regions), [-1] * len(graph.regions)
     for op in graph.ops:
         region, at = op.region, time[op.index]
@@ -404,8 +404,8 @@ def extents(graph: Graph, time: Sequence[int]) -> tuple[list[int], list[int]]:
 
 
 def _stacks(graph: Graph, op: Op) -> bool:
-    """Whether an operation joins arrays along another dimension than the last: XLA:TPU writes
-    them first, and does not where lanes meet, as in rotary embeddings."""
+    """Whether an operation joins arrays along a dimension other than the last: XLA:TPU writes them
+    first. It does not if they are joined along lanes, as in rotary embeddings."""
     if op.kind != "concatenate" or op.inputs[0] == SCALAR:
         return False
     part, whole = graph.values[op.inputs[0]].shape, graph.values[op.outputs[0]].shape

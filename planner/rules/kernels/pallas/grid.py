@@ -1,15 +1,15 @@
-"""Along which dimensions of its grid a Pallas kernel may be split, proved from the kernel itself.
+"""The grid dimensions along which a Pallas kernel may be split, proved from the kernel itself.
 
-A kernel runs its body once for every place of a grid; an index map says which block of each operand
-and result a place reads and writes. A dimension of the grid may be split where
+A kernel runs its body once for every place of a grid. An index map gives the block of each operand
+and result that a place reads or writes. A dimension of the grid may be split if
 
-* each result has blocks of its own for every place along it, and each operand either does or is the
-  same for all places: the index maps give block ``i // r`` for place i;
-* the body does not depend on the place along it, or modulo a number of places only;
-* nothing that runs carry from place to place (scratch memory, results that nobody reads) passes
-  from one place along it to the next.
+* the index map of each result gives block ``i // r`` for place i along it, and the index map of
+  each operand either does the same or does not depend on the dimension;
+* the body does not depend on the place along it, or only on that place modulo a number;
+* no state of the kernel (scratch memory, unused results) passes from one place along it to the
+  next.
 
-The kernel on a shard is then the same kernel with a shorter grid (``local``, beside).
+The kernel on a shard is then the same kernel with a shorter grid (see ``local``).
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class GridAxis:
     """A dimension of a grid that may be split.
 
     Attributes:
-        dim: which.
-        parts: into how many parts.
-        sites: the dimensions of operands and results that are split with it: their position among
-            the block mappings, and the dimension.
+        dim: its index in the grid.
+        parts: the largest number of parts.
+        sites: the dimensions of operands and results that are split with it, each as (position
+            among the block mappings, dimension).
     """
 
     dim: int
@@ -47,7 +47,7 @@ class GridAxis:
 
 
 def grid_rule(eqn: EqnKey) -> FactorRule | None:
-    """The factor rule of a ``pallas_call``; None where nothing of it may be split."""
+    """The factor rule of a ``pallas_call``; None if it can't be split."""
     if eqn.name != NAME:
         return None
     axes = grid_axes(eqn.params, eqn.unused)
@@ -80,7 +80,7 @@ def grid_rule(eqn: EqnKey) -> FactorRule | None:
 
 
 def grid_axes(params: Any, unused: frozenset[int]) -> tuple[GridAxis, ...]:
-    """The dimensions of a kernel's grid that may be split; ``unused``: results nobody reads."""
+    """The dimensions of a kernel's grid that may be split; ``unused``: indices of results."""
     grid = params["grid_mapping"]
     compiler = params.get("compiler_params")
     if params.get("mesh") is not None or getattr(compiler, "has_side_effects", False):
@@ -103,7 +103,7 @@ def grid_axes(params: Any, unused: frozenset[int]) -> tuple[GridAxis, ...]:
         if axis is None or taken.intersection(axis.sites):
             continue
         state = _state(grid, {value for value, _ in axis.sites})
-        # what jax.vmap put in front is independent; elsewhere nothing may go on from place to place
+        # places along jax.vmap's dimensions are independent; along others no state may carry over
         starts = [k for k, d in enumerate(written_for) if d > dim or (d == dim and d in read)]
         if state and dim in written_for and not starts_anew(body, state, starts):
             continue
@@ -121,8 +121,8 @@ def _state(grid: Any, split: set[int]) -> list[int]:
 
 
 def _axis(params: Any, dim: int, period: int, unused: frozenset[int]) -> GridAxis | None:
-    """A dimension of the grid as the index maps see it, split into multiples of ``period``; None
-    where they do not let it be split."""
+    """A dimension of the grid, split into multiples of ``period`` places; None if the index maps
+    prevent a split."""
     grid = params["grid_mapping"]
     size = grid.grid[dim]
     repeats: dict[tuple[int, int], int] = {}
@@ -153,12 +153,12 @@ def _axis(params: Any, dim: int, period: int, unused: frozenset[int]) -> GridAxi
 
 
 def skipped_operands(grid: Any) -> int:
-    """How many operands stand before the arrays: bounds of the grid, prefetched scalars."""
+    """The number of operands before the arrays: bounds of the grid and prefetched scalars."""
     return int(grid.num_index_operands) + sum(not isinstance(n, int) for n in grid.grid)
 
 
 def _block(dim: Any) -> int | None:
-    """Elements of a dimension of a block; None where blocks may overlap."""
+    """The size of a block's dimension; None if blocks may overlap."""
     name = type(dim).__name__
     if dim is None or name in ("Squeezed", "Mapped"):
         return 1
@@ -180,8 +180,8 @@ def _depends(jaxpr: Any, out: Any, dim: int) -> bool:
 
 
 def _repeat(mapping: Any, d: int, dim: int, size: int) -> int | None:
-    """How many places in a row have the same block, where place i has block ``i // repeat`` in
-    dimension ``d``; None where it is not so for all other places."""
+    """The number of consecutive places with the same block: place i has block ``i // repeat`` in
+    dimension ``d``. None if that does not hold at all places along the other dimensions."""
     inner = compat.body(mapping.index_map_jaxpr)
     places: list[Any] = [None] * len(inner.invars)
     places[dim] = np.arange(size, dtype=np.int32)
