@@ -164,7 +164,8 @@ def test_a_plan_that_passes_its_memory_is_a_warning(caplog):
         [(jnp.zeros((512, 1024)), jnp.zeros((1024, 512)))] * 2,
         jnp.zeros((2048, 512)),
     )
-    options = {"cluster": "v5e:2x4", "mesh": "a=2,b=4", "microbatches": 1}
+    options = {"cluster": "v5e:2x4", "mesh": "a=2,b=4", "microbatches": 1, "remat": "none"}
+    options["chunks"] = 1
     with caplog.at_level(logging.WARNING, logger="meshwright"):
         run = parallelize(residual, **options, memory=7.0e6)
         run(*args)

@@ -316,7 +316,7 @@ def test_not_inside_of_another_program() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["interleaved-2", "zb-v"])
-@pytest.mark.parametrize("name", ["layers", "two_towers"])
+@pytest.mark.parametrize("name", ["layers", pytest.param("two_towers", marks=pytest.mark.slow)])
 def test_several_chunks_on_a_group_of_devices(name: str, schedule: str) -> None:
     step, state, batch = PROGRAMS[name]()
     options: Any = {"stages": 2, "microbatches": 8, "schedule": schedule}
@@ -334,7 +334,9 @@ def own(order: Order, path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("base", "chunks"), [("zb-h1", 2), ("zb-v", 4)])
+@pytest.mark.parametrize(
+    ("base", "chunks"), [("zb-h1", 2), pytest.param("zb-v", 4, marks=pytest.mark.slow)]
+)
 def test_a_schedule_of_ones_own(
     base: str, chunks: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

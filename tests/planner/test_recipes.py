@@ -152,7 +152,7 @@ def test_of_what_waits_on_the_host_the_best_is_found(seed: int) -> None:
     assert len(seen) <= 1 + len(COUNTS) + len(names)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_what_waits_on_the_host_is_chosen_where_it_is_faster(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
