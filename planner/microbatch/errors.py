@@ -17,19 +17,32 @@ class CoupledError(NotExactError):
         place: its line in the user's code; its primitive if the line is not known.
         why: which operation couples examples, where, and how.
         helps: what would make the step exact; may be empty.
+        operands: values that the operation reads.
     """
 
-    def __init__(self, place: str, why: str, helps: str = "", own: bool = True) -> None:
+    def __init__(
+        self,
+        place: str,
+        why: str,
+        helps: str = "",
+        own: bool = True,
+        operands: tuple[int, ...] = (),
+    ) -> None:
         """``own``: whether to suggest statistics per microbatch."""
         choices = [helps, OWN if own else "", "leave microbatches= out"]
         *some, last = filter(None, choices)
         advice = f"{', '.join(some)}, or {last}" if some else last
         super().__init__(f"this step can't be cut into microbatches: {why}; {advice}")
-        self.place, self.why, self.helps = place, why, helps
+        self.place, self.why, self.helps, self.operands = place, why, helps, operands
 
     def without_own(self) -> CoupledError:
         """The same error without the suggestion of statistics per microbatch."""
-        return CoupledError(self.place, self.why, self.helps, own=False)
+        return CoupledError(self.place, self.why, self.helps, False, self.operands)
+
+    def with_help(self, text: str, own: bool) -> CoupledError:
+        """The same error with one more suggestion, in front of the others."""
+        helps = f"{text}, {self.helps}" if self.helps else text
+        return CoupledError(self.place, self.why, helps, own, self.operands)
 
 
 OWN = (

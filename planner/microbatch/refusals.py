@@ -16,6 +16,8 @@ WRITES = frozenset("dynamic_update_slice scatter scatter-add scatter_add".split(
 """Operations that write rows to an array."""
 INDEXED = WRITES | {"gather", "dynamic_slice"}
 """Operations that select rows by their numbers."""
+VIEWS = frozenset("transpose reshape squeeze expand_dims convert_element_type".split())
+"""Operations whose result holds the numbers of their operand."""
 TAKES, COUNTS = frozenset({"slice", "dynamic_slice"}), frozenset({"iota"})
 """Operations that take some of the examples, and that number them."""
 
@@ -35,13 +37,32 @@ def coupled(node: Node, why: str) -> CoupledError:
     """An operation that makes examples depend on each other, and what would help."""
     mixes = why.startswith(("mixes", "may mix", "reduces"))
     helps = "write the loss as a sum or mean over examples" if mixes else ""
+    if mixes and "jvp" not in node.names:  # such as a metric
+        helps = "return one number per example, or a sum or mean of them"
     if node.name in WRITES:
         helps = "write what examples make to a table or queue behind the step, from its results"
     elif why.startswith("computes") and _counts(node):
         helps = "select no other examples of the batch by number, if that is what it is for"
     elif node.name == "sort":
         helps = "order or shuffle the examples before the step"
-    return CoupledError(node.line or node.name, _place(node, why), helps)
+    return CoupledError(node.line or node.name, _place(node, why), helps, operands=node.values)
+
+
+def taken_for_batch(pair: Pair, batch: Set[int], operands: tuple[int, ...]) -> tuple[int, ...]:
+    """The arguments of the batch, by position, that an operation reads as they are, beside a value
+    that is none: they may be no examples, such as a frozen matrix with as many rows."""
+    makers = {o: n for n in pair.nodes for o in n.outs}
+    positions = {v: k for k, v in enumerate(pair.inputs) if k in batch}
+
+    def argument(value: int) -> int | None:
+        while (n := makers.get(value)) is not None and n.name in VIEWS and n.values:
+            value = n.values[0]
+        return positions.get(value)
+
+    arguments = [argument(v) for v in operands]
+    if None not in arguments:
+        return ()
+    return tuple(sorted({k for k in arguments if k is not None}))
 
 
 def of_some(node: Node, size: int, examples: int) -> str:

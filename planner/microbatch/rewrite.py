@@ -23,6 +23,7 @@ from planner.microbatch.classes import classify
 from planner.microbatch.cut import Cut
 from planner.microbatch.errors import CoupledError, NotExactError
 from planner.microbatch.pairs import Pair, pair
+from planner.microbatch.refusals import taken_for_batch
 from planner.microbatch.shares import Shares
 from planner.microbatch.statistics.own import own_statistics
 from planner.spec import WHOLE
@@ -156,9 +157,13 @@ def _rewritten(
         classes = classify(step, batch, whole.jaxpr, exact=exact)
     except CoupledError as error:
         alone = shares.replicas == 1 and not apart
-        if alone and _takes_own(whole, step, batch, shares):
-            raise
-        raise error.without_own() from None
+        own = alone and _takes_own(whole, step, batch, shares)
+        arguments = taken_for_batch(step, set(batch), error.operands)
+        paths = [graph.input_paths[k] for k in arguments]
+        if paths and len({graph.input_paths[k].partition("]")[0] for k in batch}) > 1:
+            what = f"return {' and '.join(paths)} with the state if it holds no examples"
+            raise error.with_help(what, own) from None
+        raise (error if own else error.without_own()) from None
     except NotExactError as error:
         if size != shares.count:
             raise

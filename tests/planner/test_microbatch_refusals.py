@@ -69,3 +69,21 @@ def test_fewer_microbatches_are_offered_where_one_holds_one_example(parts: int) 
     with pytest.raises(NotExactError, match="follows from the number of examples") as caught:
         microbatched(train(product), (W, X), parts)
     assert ("fewer microbatches may do" in str(caught.value)) is (parts == 16)
+
+
+def test_a_frozen_matrix_with_as_many_rows_as_the_batch_is_named() -> None:
+    def step(w: jax.Array, frozen: jax.Array, x: jax.Array) -> jax.Array:
+        return w - 0.1 * jax.grad(lambda w: jnp.mean(((x @ w) @ frozen.T) ** 2))(w)
+
+    args = jnp.ones((16, 16)), jnp.ones((8, 16)), jnp.ones((8, 16))
+    with pytest.raises(CoupledError, match=r"return \[1\] with the state if it holds no examples"):
+        microbatched(step, args, 2)
+
+
+def test_a_metric_that_is_no_sum_is_not_called_the_loss() -> None:
+    def step(w: jax.Array, x: jax.Array) -> Any:
+        value, gradient = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+        return w - 0.1 * gradient, {"loss": value, "largest": jnp.argmax(x @ w)}
+
+    with pytest.raises(CoupledError, match="return one number per example"):
+        microbatched(step, (jnp.ones(8), jnp.ones((4, 8))), 2)
