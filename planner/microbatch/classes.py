@@ -45,6 +45,7 @@ from planner.microbatch.algebra import (
     draws,
     is_zero,
 )
+from planner.microbatch.bodies.figures import Figures
 from planner.microbatch.errors import CoupledError
 from planner.microbatch.pairs import Node, Number, Pair, equations, equations_in, pair
 from planner.microbatch.refusals import by_number, coupled, of_some, refused
@@ -77,6 +78,8 @@ class Classes:
             compute a value for the whole batch, which a microbatch slices there.
         coupled: lines of the user's code where examples depend on each other, if that is allowed.
         zeros: values that are zeros.
+        figures: values that depend on all examples at once, with the error of the operation that
+            mixes them; computed after the loop.
     """
 
     of: dict[int, Class]
@@ -86,9 +89,12 @@ class Classes:
     inside: set[int] = field(default_factory=set)
     coupled: tuple[str, ...] = ()
     zeros: set[int] = field(default_factory=set)
+    figures: Mapping[int, CoupledError] = field(default_factory=dict)
 
 
-def classify(step: Pair, batch: Sequence[int], whole: Any, *, exact: bool = True) -> Classes:
+def classify(
+    step: Pair, batch: Sequence[int], whole: Any, *, exact: bool = True, figures: bool = False
+) -> Classes:
     """Classes of all values of a step.
 
     Args:
@@ -96,6 +102,8 @@ def classify(step: Pair, batch: Sequence[int], whole: Any, *, exact: bool = True
         batch: the inputs that hold examples, by position.
         whole: the jaxpr for the whole batch.
         exact: whether examples must not be coupled.
+        figures: whether results that train nothing may be computed after the loop, from examples
+            (``planner.microbatch.bodies.figures``).
 
     Raises:
         CoupledError: they are; the text says by which operation, where, and what would help.
@@ -105,11 +113,17 @@ def classify(step: Pair, batch: Sequence[int], whole: Any, *, exact: bool = True
     rules = rules_for([EqnKey.of(eqn) for eqn in keys])
     examples, fewer = step.counts(step.inputs[batch[0]])
     known = {id(eqn): rule for eqn, rule in zip(keys, rules, strict=True)}
+    added = [n.whole for n in step.nodes if id(n.whole) not in known]
+    keyed = rules_for([EqnKey.of(eqn) for eqn in added])
+    known.update((id(eqn), rule) for eqn, rule in zip(added, keyed, strict=True))
     classifier = _Classifier(known, examples, exact, examples // fewer)
+    if figures:
+        classifier.figures = Figures.of(step, batch)
     ins = [MAP if k in set(batch) else FREE for k in range(len(step.inputs))]
     alone = [k in set(batch) for k in range(len(step.inputs))]
     out = classifier.walk(step, ins, alone, [False] * len(ins))
-    return replace(out, inside=classifier.draws, coupled=tuple(dict.fromkeys(classifier.coupled)))
+    out = replace(out, inside=classifier.draws, coupled=tuple(dict.fromkeys(classifier.coupled)))
+    return replace(out, figures=classifier.figures.errors) if classifier.figures else out
 
 
 class _Classifier:
@@ -122,6 +136,7 @@ class _Classifier:
         self.inside = 0  # how many loops and rematerialized blocks are around
         self.draws: set[int] = set()
         self.coupled: list[str] = []
+        self.figures: Figures | None = None
 
     def walk(
         self, pair: Pair, ins: Sequence[Class], alone: Sequence[bool], zero: Sequence[bool]
@@ -176,9 +191,14 @@ class _Classifier:
                 return [MAP if x else FREE for x in scaled]
             if free and any(scaled):
                 self.check_share(pair, node)
+        figures = None if self.inside else self.figures
+        if figures is not None and figures.follows(pair, node, known.of):
+            return [POST] * len(node.outs)
         try:
             return self.node(pair, node, known, is_alone, zeros)
         except CoupledError as error:
+            if figures is not None and figures.takes(pair, node, known.of, error):
+                return [POST] * len(node.outs)
             if self.exact:
                 raise
             self.coupled.append(error.place)

@@ -16,10 +16,11 @@ from planner.graph.jaxpr.places import raised
 from planner.graph.labels.examples import example_dims
 from planner.graph.shapes import by_shapes
 from planner.graph.trace import Traced, abstract, reshaped, trace
+from planner.microbatch.bodies.figures import in_two_parts
 from planner.microbatch.bodies.groups import example_axes
 from planner.microbatch.bodies.onto_state import added_apart
 from planner.microbatch.bodies.single import of_one
-from planner.microbatch.classes import classify
+from planner.microbatch.classes import Classes, classify
 from planner.microbatch.cut import Cut
 from planner.microbatch.errors import CoupledError, NotExactError
 from planner.microbatch.pairs import Pair, pair
@@ -154,7 +155,7 @@ def _rewritten(
         except (ModelError, NotExactError):
             raise NotExactError(f"{error}; {ONE}") from None
     try:
-        classes = classify(step, batch, whole.jaxpr, exact=exact)
+        step, classes = _classified(step, batch, whole, exact=exact, figures=exact and not apart)
     except CoupledError as error:
         alone = shares.replicas == 1 and not apart
         own = alone and _takes_own(whole, step, batch, shares)
@@ -180,6 +181,20 @@ def _rewritten(
     elif not exact:  # nothing couples examples
         classes = classify(step, batch, whole.jaxpr)
     return Cut.of(whole, step, classes, batch, shares, apart, axes, own_stats)
+
+
+def _classified(
+    step: Pair, batch: Sequence[int], whole: Traced, *, exact: bool, figures: bool
+) -> tuple[Pair, Classes]:
+    """The step and its classes. What trains nothing may depend on all examples at once
+    (``figures``), where that is enough to cut the step; its errors are those without."""
+    if figures:
+        with contextlib.suppress(NotExactError):
+            parted = in_two_parts(step)
+            classes = classify(parted, batch, whole.jaxpr, figures=True)
+            if {step.outputs[o] for _, o in whole.graph.ties}.isdisjoint(classes.figures):
+                return parted, classes
+    return step, classify(step, batch, whole.jaxpr, exact=exact)
 
 
 def with_examples(graph: Graph, places: Mapping[int, int], size: int) -> dict[int, tuple[int, ...]]:

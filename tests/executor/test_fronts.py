@@ -81,7 +81,7 @@ def test_a_plan_of_narrow_shards_is_lowered_so() -> None:
 
     draw = np.random.default_rng(0)
     w = jnp.asarray(draw.normal(size=(512, 288)), jnp.float32)
-    x = jnp.asarray(draw.normal(size=(4096, 512)), jnp.float32)
+    x = jnp.asarray(draw.normal(size=(32768, 512)), jnp.float32)
     pins: Any = {"0": jax.sharding.PartitionSpec(None, "data")}
     plan = make_plan(step, w, x, cluster="v5e:2x4", mesh="data=8", shardings=pins)
     assert plan.lowering == default_lowering(parse_cluster("v5e:2x4"))

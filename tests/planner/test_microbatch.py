@@ -290,7 +290,6 @@ REFUSED: dict[str, tuple[Loss, str]] = {
     "running": (lambda p, b: jnp.mean(jnp.cumsum(b["x"] @ p["a"], axis=0) ** 2), "mixes examples"),
     "rolled": (lambda p, b: jnp.mean((b["x"] @ p["a"]) * jnp.roll(b["x"], 1, 0)), "mixes examples"),
     "hardest": (lambda p, b: jnp.max(per_example(p, b)), "is not a sum of terms"),
-    "one of them": (lambda p, b: per_example(p, b)[0], "mixes examples"),
     "learned weights": (gated, "summed over the batch|before that is complete"),
     "recurrence over examples": (
         lambda p, b: jnp.sum(

@@ -255,14 +255,19 @@ def test_conditionals_that_cannot_be_cut() -> None:
     refused(noise, r"cond of .* draws random numbers", state, x)
     refused(every_other(jnp.sin), "cond .*adds? examples up", state, x, padding=20)
 
+    def trained(loss: Any) -> Any:
+        return lambda w, x: w - 0.1 * jax.grad(loss)(w, x)
+
+    @trained
     def one_branch(w: jax.Array, x: jax.Array) -> Any:
-        value = jnp.mean(x @ w)
-        return w - 0.1, value + jax.lax.cond(w[0, 0] > 0, jnp.sum, lambda x: 1.0, x)
+        h = jnp.tanh(x @ w)
+        return jnp.mean(h) + jax.lax.cond(w[0, 0] > 0, lambda h: (h**2).sum(), lambda h: 1.0, h)
 
     refused(one_branch, "adds examples up in some of its branches", w, x)
 
+    @trained
     def by_example(w: jax.Array, x: jax.Array) -> Any:
-        return w - 0.1, jax.lax.cond(jnp.sum(x @ w) > 0, jnp.sum, lambda h: 0.0, x @ w)
+        return jax.lax.cond(jnp.sum(x @ w) > 0, lambda h: (h**2).sum(), lambda h: 0.0, x @ w)
 
     refused(by_example, "whose course depends on examples", w, x)
 

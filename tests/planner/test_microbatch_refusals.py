@@ -86,4 +86,4 @@ def test_a_metric_that_is_no_sum_is_not_called_the_loss() -> None:
         return w - 0.1 * gradient, {"loss": value, "largest": jnp.argmax(x @ w)}
 
     with pytest.raises(CoupledError, match="return one number per example"):
-        microbatched(step, (jnp.ones(8), jnp.ones((4, 8))), 2)
+        microbatched(step, (jnp.ones((8, 4096)), jnp.ones((64, 8))), 2)  # 1 MB of products
