@@ -219,8 +219,8 @@ class _Grouping:
                 stacks[a] = Stack(tuple(numbers))
             else:
                 raise refused(
-                    f"{common_line([call])}: {call.kind} of one stage reads what that of another "
-                    "stage does not"
+                    f"{common_line([call])}: an operand of {call.kind} has no counterpart in some "
+                    "stage; in one program all stages must be alike"
                 )
         summed = self.body.added
         sums = {}
