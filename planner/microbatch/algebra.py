@@ -11,7 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from planner.annotate import MARK
-from planner.microbatch.pairs import Node, Number, Operand
+from planner.microbatch.pairs import Node, Number, Operand, Pair
+from planner.microbatch.refusals import coupled
+from planner.rules.factor import FactorRule
 
 
 class Class(IntEnum):
@@ -85,3 +87,42 @@ GAMMA = "random_gamma"
 def draws(name: str) -> bool:
     """Whether an operation makes random numbers, or keys for such."""
     return name.startswith(("random_", "rng_", "threefry"))
+
+
+def carried_class(node: Node, before: Class, after: Class, zero: bool) -> Class:
+    """The class of a carry, from its classes before and after an iteration."""
+    if before is after or (after is FREE and before is MAP):
+        return before
+    if before is SUM and after is FREE:
+        raise coupled(node, "replaces a sum over examples by what is none")
+    if before is FREE and after is SUM and not zero:
+        raise coupled(node, "adds examples to a carry that does not start with zeros")
+    if before is not FREE:
+        raise coupled(node, "carries a sum over examples into examples")
+    return after
+
+
+def example_factor(pair: Pair, node: Node, rule: FactorRule) -> int | None:
+    """The single factor of an operation that counts examples; None if there is none."""
+    scaled: list[tuple[int, ...]] = []
+    still: list[tuple[int, ...]] = []
+    sides = [
+        *((i, dims) for i, dims in zip(node.ins, rule.operands, strict=True)),
+        *((o, dims) for o, dims in zip(node.outs, rule.results, strict=True)),
+    ]
+    for value, dims in sides:
+        if isinstance(value, Number):
+            continue
+        grows = pair.scaled(value)
+        for d, factors in enumerate(dims):
+            (scaled if d in grows else still).append(factors)
+    if not all(scaled):
+        return None
+    candidates = {dim[0] for dim in scaled if len(dim) == 1}
+    candidates |= {dim[0] for dim in scaled if not candidates.intersection(dim)}
+    if len(candidates) != 1:
+        return None
+    (factor,) = candidates
+    # a minor factor may count them only where those major to it have one element
+    fits = all(dim[0] == factor for dim in scaled) and not any(factor in dim for dim in still)
+    return factor if fits else None

@@ -42,7 +42,9 @@ from planner.microbatch.algebra import (
     Class,
     algebra,
     are_zeros,
+    carried_class,
     draws,
+    example_factor,
     is_zero,
 )
 from planner.microbatch.bodies.figures import Figures
@@ -264,7 +266,7 @@ class _Classifier:
     def mapped(self, pair: Pair, node: Node, is_alone: bool, zeros: set[int]) -> list[Class]:
         """The classes of the results of an operation on examples."""
         rule = self.rules.get(id(node.whole))
-        factor = None if rule is None else _example_factor(pair, node, rule)
+        factor = None if rule is None else example_factor(pair, node, rule)
         if rule is None or factor is None or factor in rule.replicated:
             raise coupled(node, "mixes examples")
         if rule.sizes[factor] % self.examples:  # it splits groups of examples
@@ -376,50 +378,11 @@ class _Classifier:
         return out
 
     def carried(self, node: Node, before: Class, after: Class, zero: bool, counts: bool) -> Class:
-        """``_carried``; if that couples examples and may, MAP if the carry ``counts`` them."""
+        """``carried_class``; if that couples examples and may, MAP if the carry ``counts`` them."""
         try:
-            return _carried(node, before, after, zero)
+            return carried_class(node, before, after, zero)
         except CoupledError as error:
             if self.exact:
                 raise
             self.coupled.append(error.place)
             return MAP if counts else SUM
-
-
-def _carried(node: Node, before: Class, after: Class, zero: bool) -> Class:
-    """The class of a carry, from its classes before and after an iteration."""
-    if before is after or (after is FREE and before is MAP):
-        return before
-    if before is SUM and after is FREE:
-        raise coupled(node, "replaces a sum over examples by what is none")
-    if before is FREE and after is SUM and not zero:
-        raise coupled(node, "adds examples to a carry that does not start with zeros")
-    if before is not FREE:
-        raise coupled(node, "carries a sum over examples into examples")
-    return after
-
-
-def _example_factor(pair: Pair, node: Node, rule: FactorRule) -> int | None:
-    """The single factor of an operation that counts examples; None if there is none."""
-    scaled: list[tuple[int, ...]] = []
-    still: list[tuple[int, ...]] = []
-    sides = [
-        *((i, dims) for i, dims in zip(node.ins, rule.operands, strict=True)),
-        *((o, dims) for o, dims in zip(node.outs, rule.results, strict=True)),
-    ]
-    for value, dims in sides:
-        if isinstance(value, Number):
-            continue
-        grows = pair.scaled(value)
-        for d, factors in enumerate(dims):
-            (scaled if d in grows else still).append(factors)
-    if not all(scaled):
-        return None
-    candidates = {dim[0] for dim in scaled if len(dim) == 1}
-    candidates |= {dim[0] for dim in scaled if not candidates.intersection(dim)}
-    if len(candidates) != 1:
-        return None
-    (factor,) = candidates
-    # a minor factor may count them only where those major to it have one element
-    fits = all(dim[0] == factor for dim in scaled) and not any(factor in dim for dim in still)
-    return factor if fits else None
