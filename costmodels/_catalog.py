@@ -38,9 +38,9 @@ _INTEGER = {
     "tile_rows": 2**16,
     "tile_lanes": 2**16,
 }
-"""Whole numbers, and the most that each may be."""
+"""Constants that must be whole numbers, and the maximum of each."""
 _LEAST, _MOST, _LONGEST_S = 1e-6, 1e24, 1e6
-"""Range of rates and sizes, and the longest latency in seconds: prices stay finite."""
+"""Range of rates and sizes, and the longest latency in seconds; times stay finite within them."""
 _NOT_NEGATIVE = (
     "kernel_latency_s",
     "step_latency_s",
@@ -59,7 +59,7 @@ _UNIT_INTERVAL = (
 
 
 def shown(value: object) -> str:
-    """A value of a file on one short line."""
+    """A value from a file as one short line of text."""
     try:
         text = repr(value)
     except (RecursionError, ValueError):  # nested deeply, or thousands of digits
@@ -89,10 +89,10 @@ def _aliases() -> dict[str, str]:
 
 
 def find_kind(name: str) -> str | None:
-    """The kind that a driver's device name such as 'NVIDIA A100-SXM4-40GB' means, if known.
+    """The device kind for a driver's device name such as 'NVIDIA A100-SXM4-40GB', if known.
 
-    Of the kinds and aliases whose words all stand in the name, that with the most words counts.
-    A laptop's GPU is another chip than the card that it is named after.
+    Among the kinds and aliases whose words all occur in the name, the one with the most words wins.
+    Laptop GPUs match no kind: their chip differs from that of the card with the same name.
     """
     words = _words(name)
     if "laptop" in words:
@@ -109,7 +109,7 @@ def _words(name: str) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=32)
 def _read(kind: str) -> Table:
-    """Tables of a catalog file laid over those of the kind it names as `base`, if any."""
+    """Tables of a catalog file, merged over those of its `base` kind if it names one."""
     path = resources.files(__package__) / "catalog" / f"{kind}.toml"
     content = tomllib.loads(path.read_text(encoding="utf-8"))
     base = content.pop("base", None)
@@ -188,7 +188,7 @@ def check_entry(entry: Table, where: str) -> None:
 
 
 def _problem(table: str, key: str, value: object) -> str:
-    """What the value should have been, or an empty text where it is fine."""
+    """What the value must be, in words; empty if the value is valid."""
     if key in ("shared_cores", "native_reduce_scatter", "fuses_operands"):
         return "" if isinstance(value, bool) else "true or false"
     if key == "wires":

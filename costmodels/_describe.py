@@ -1,4 +1,4 @@
-"""What a cluster text or a cluster file says, before it is made a `Cluster`."""
+"""Parses cluster texts and cluster files into descriptions, from which a `Cluster` is built."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _FORMS = (
 
 
 MOST_DEVICES = 2**20
-"""Devices of the largest cluster: planning lists the factorizations of this number."""
+"""Maximum number of devices in a cluster. Planning lists the factorizations of the number."""
 _LARGEST_FILE = 2**20
-"""Bytes of the largest cluster file that is read."""
+"""Maximum size of a cluster file, in bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """What a cluster text or file says: constants (a table of tables) and sizes."""
+    """A parsed cluster text or file: its constants (a table of tables) and sizes."""
 
     text: str
     entry: Table
@@ -46,12 +46,12 @@ class Description:
             )
 
     def with_constants(self, constants: Mapping[str, Mapping[str, float]]) -> Description:
-        """The same with some constants replaced; raises ClusterError for a bad one."""
+        """A copy with some constants replaced; raises ClusterError for an invalid one."""
         return dataclasses.replace(self, entry=merge_overrides(self.entry, constants, self.text))
 
 
 def described(text: str) -> Description:
-    """What `parse_cluster` makes its cluster of; raises ClusterError as it does."""
+    """The description from which `parse_cluster` builds a cluster; raises the same ClusterError."""
     text = text.strip()
     if text.lower().endswith(".toml"):
         return _read_file(text)
@@ -78,14 +78,15 @@ def described(text: str) -> Description:
 
 
 def with_profile(profile: str, cluster: str | None = None) -> str:
-    """The cluster text for the constants of a file and the size of a cluster.
+    """A cluster text with the constants of a profile and the size of a cluster.
 
     Args:
-        profile: path of a .toml file, as `planner calibrate` writes.
-        cluster: a cluster text of the file's kind of device; None takes the file's own size.
+        profile: path of a .toml file, as written by `planner calibrate`.
+        cluster: a cluster text of the profile's device kind; None takes the size in the profile.
 
     Raises:
-        ClusterError: not a readable .toml file, or the cluster is of another kind.
+        ClusterError: the profile is not a readable .toml file, or the cluster has another device
+            kind.
     """
     if not profile.strip().lower().endswith(".toml"):
         raise ClusterError(
@@ -115,7 +116,7 @@ def _split(shape_text: str, text: str) -> list[int]:
 
 
 def _shape(sizes: Sequence[int], entry: Table, where: str) -> tuple[int, ...]:
-    """Check the sizes against the kind of wiring; (devices per node, nodes) or torus dims."""
+    """Check sizes against the topology; returns (devices per node, nodes) or the torus shape."""
     kind, given = entry["device"]["kind"], "x".join(map(str, sizes))
     if any(size <= 0 for size in sizes):
         raise ClusterError(f"{where}: sizes must be positive, got {given}; use 1 or more")
@@ -157,7 +158,7 @@ def _slices(count: int, entry: Table, where: str) -> int:
 
 
 def parsed_file(path: str) -> Table:
-    """The tables of a TOML file: a regular one of bounded size; raises ClusterError."""
+    """Parse a TOML file; raises ClusterError unless it is a valid regular file of bounded size."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
@@ -182,8 +183,8 @@ def parsed_file(path: str) -> Table:
 
 
 def _read_file(path: str) -> Description:
-    """A file: [cluster] names device and size, [profile] says where the constants come from (it
-    is not read), other tables replace constants."""
+    """Read a cluster file. [cluster] names device and size, [profile] says where the constants come
+    from (it is not read), and all other tables replace constants."""
     content = parsed_file(path)
     head = content.pop("cluster", None)
     content.pop("profile", None)

@@ -1,7 +1,8 @@
-"""Collectives on a torus, and on several slices of one that a slower network joins.
+"""Collectives on a torus, and on several torus slices that a slower network connects.
 
-Rings over the torus dimensions that a group covers, all of them used at once; all-to-all by the
-load of the middle links. Source: jax-ml scaling book, "Sharded matrices and how to multiply them".
+Collectives run as rings over all torus dimensions that a group covers, at the same time. The time
+of an all-to-all follows from the load of the middle links. Source: jax-ml scaling book, "Sharded
+matrices and how to multiply them".
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ def torus_coefficients(
 ) -> tuple[float, float]:
     """(alpha_s, beta_s_per_byte) of a group with `inside` members in each slice it touches.
 
-    `kind` is any `Collective` but all_reduce, which is a reduce-scatter and an all-gather. Between
-    slices every device sends its own part: an all-gather of B bytes first exchanges B / inside
+    `kind` is any `Collective` except all_reduce, which is a reduce-scatter and an all-gather.
+    Between slices, every device sends its part: an all-gather of B bytes first exchanges B / inside
     per device between slices, then completes inside the slices.
     """
     size = math.prod(mesh_shape[axis] for axis in axes)
@@ -43,11 +44,12 @@ def reduces_instead(
 ) -> bool:
     """Whether XLA:TPU runs an all-reduce in place of a reduce-scatter or an all-gather.
 
-    Over a whole slice it reduces and cuts the result, instead of a reduce-scatter, if the slice
-    has three dimensions or is a square of at least four chips a side; where all of three
-    dimensions wrap around it also sums padded parts instead of an all-gather; so it does in each
-    slice of several. Source: modules compiled for 16 groups of v5e, v6e and v5p, and for two slices
-    of v5p and v5e, by libtpu 0.0.42.1 (docs/explanation/collectives.md).
+    A reduce-scatter over a whole slice becomes an all-reduce whose result is sliced, if the slice
+    has three dimensions or is a square with at least four chips per side. An all-gather over a
+    whole slice becomes a sum of padded parts, if the slice has three dimensions that all wrap
+    around. The same holds inside each of several slices. Source: modules compiled for 16 groups of
+    v5e, v6e and v5p, and for two slices of v5p and v5e, by libtpu 0.0.42.1
+    (docs/explanation/collectives.md).
     """
     if cluster.kind != "torus":
         return False
@@ -65,8 +67,8 @@ def reduces_instead(
 def _inside(cluster: Cluster, kind: str, parts: list[_Part]) -> tuple[float, float]:
     """Seconds of hops, and seconds per byte, within a slice.
 
-    A part that wraps around uses two links per device, a line one; parts whose members lie
-    `step` chips apart share their links with the `step` groups in between.
+    A part that wraps around uses two links per device; a line uses one. If the members of a part
+    are `step` chips apart, `step` groups share its links.
     """
     if not parts:
         return 0.0, 0.0
@@ -89,11 +91,11 @@ def _inside(cluster: Cluster, kind: str, parts: list[_Part]) -> tuple[float, flo
 def _parts(cluster: Cluster, mesh_shape: tuple[int, ...], axes: tuple[int, ...]) -> list[_Part]:
     """Parts of torus dimensions that the group covers, matched from the last dimension on.
 
-    What lies between slices is left out. A group that does not fall on the torus dimensions
-    becomes one line without wrap-around, whose links are shared with every group in between: a
-    cautious figure.
+    The part between slices is left out. A group that does not align with the torus dimensions
+    becomes one line without wrap-around, whose links are shared with every group in between. This
+    is a conservative estimate.
     """
-    spans: list[tuple[int, int]] = []  # device numbers [low, high) that neighbouring axes span
+    spans: list[tuple[int, int]] = []  # device numbers [low, high) that neighboring axes span
     for axis in sorted(axes, reverse=True):
         stride = math.prod(mesh_shape[axis + 1 :])
         if mesh_shape[axis] > 1:

@@ -1,7 +1,7 @@
 """Latency and bandwidth terms of collectives over axes of a device mesh.
 
-Devices are numbered row-major over the mesh (last axis fastest) and fill nodes, or the torus in
-row-major order and then its slices, in that order.
+Devices are numbered row-major over the mesh (last axis fastest). In that order they fill node after
+node, or slice after slice, each in row-major order of its torus.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _check(cluster: Cluster, kind: str, mesh_shape: tuple[int, ...], axes: tuple
 
 @functools.lru_cache(maxsize=65536)
 def _members_per_node(node_size: int, mesh_shape: tuple[int, ...], axes: tuple[int, ...]) -> int:
-    """Members of a group that share a node, or 1 where the nodes cut the groups unevenly."""
+    """Members of a group that share a node; 1 if the nodes split the groups unevenly."""
     nested, inside, stride = True, 1, 1
     for axis in reversed(range(len(mesh_shape))):
         span = stride * mesh_shape[axis]
@@ -80,7 +80,7 @@ def _members_per_node(node_size: int, mesh_shape: tuple[int, ...], axes: tuple[i
 
 
 def _counted_per_node(node_size: int, mesh_shape: tuple[int, ...], axes: tuple[int, ...]) -> int:
-    """``_members_per_node`` by looking at every device."""
+    """The same as ``_members_per_node``, counted over all devices."""
     nodes = np.arange(math.prod(mesh_shape)).reshape(mesh_shape) // node_size
     size = math.prod(mesh_shape[axis] for axis in axes)
     groups = np.sort(np.moveaxis(nodes, axes, range(-len(axes), 0)).reshape(-1, size), axis=1)

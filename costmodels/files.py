@@ -1,4 +1,4 @@
-"""Writing files whole or not at all."""
+"""Atomic writes of files."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file whole or not at all: with its permissions if it is there, else those of any new
-    file (the umask's). Of a symbolic link the file that it points to is written.
+    """Write a file atomically. An existing file keeps its permissions; a new one gets those of the
+    umask. For a symbolic link, the file that it points to is written.
 
     Raises:
-        OSError: it can't be written.
+        OSError: the file can't be written.
     """
     path = path.resolve() if path.is_symlink() else path
     draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")

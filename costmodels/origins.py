@@ -45,9 +45,14 @@ _LINKS = {
 
 @dataclasses.dataclass(frozen=True)
 class Origins:
-    """Of the constants that make times: ``profile``, the device and date of a file that
-    `planner calibrate` wrote, or empty; ``given``, those that another file replaces; ``kept``,
-    those that the profile has from the catalog; ``assumed``, those without a source, in words."""
+    """Origins of the constants that determine times; constants are named in words.
+
+    Attributes:
+        profile: device and date of a file that `planner calibrate` wrote; empty if there is none.
+        given: constants that another file replaces.
+        kept: constants that the profile takes from the catalog.
+        assumed: constants without a source.
+    """
 
     profile: str
     given: tuple[str, ...]
@@ -107,7 +112,7 @@ def _texts(value: Any) -> list[str]:
 
 
 def _words(keys: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
-    """Constants in words, each once."""
+    """Names of constants in words, without duplicates."""
     return tuple(dict.fromkeys(_word(table, key) for table, key in keys))
 
 
@@ -118,7 +123,7 @@ def _word(table: str, key: str) -> str:
 
 
 def _sources(kind: str) -> Mapping[tuple[str, str], str]:
-    """Per table and key of a catalog file, and of the kind that it is based on, its source."""
+    """Sources of the constants of a catalog file and its base kind, by table and key."""
     text = (resources.files(__package__) / "catalog" / f"{kind}.toml").read_text(encoding="utf-8")
     base = tomllib.loads(text).get("base")
     out = dict(_sources(base)) if base else {}

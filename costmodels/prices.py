@@ -1,4 +1,4 @@
-"""What devices cost to rent, from the catalog or a file of the user's."""
+"""Rental prices of devices, from the catalog or a user's file."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from pathlib import Path
 from costmodels.hardware import ClusterError, known_kinds
 
 MOST_BYTES = 1 << 20
-"""Size of a file of prices."""
+"""Maximum size of a price file, in bytes."""
 
 
 @dataclass(frozen=True)
 class Price:
-    """Of one device.
+    """The price of one device.
 
     Attributes:
-        dollars_per_hour: for a device, not a node.
-        source: whose price it is, and when.
+        dollars_per_hour: dollars per hour for one device, not for a node.
+        source: the provider, and the date of the price.
     """
 
     dollars_per_hour: float
@@ -30,14 +30,14 @@ class Price:
 
 
 def load_prices(path: str | Path | None = None) -> dict[str, Price]:
-    """Prices by kind of device: those of the catalog, replaced by those of a file.
+    """Prices by device kind: those of the catalog, overridden by those of a file.
 
     Args:
         path: a TOML file with lines ``h100 = 2.50``, or tables ``[h100]`` with ``dollars_per_hour``
             and, where known, ``source``. None: the catalog alone.
 
     Raises:
-        ClusterError: the file can't be read, or what it says is no price of a known device.
+        ClusterError: the file can't be read, or an entry is not a price of a known device.
     """
     text = resources.files("costmodels").joinpath("prices.toml").read_text(encoding="utf-8")
     catalog_prices = _prices(tomllib.loads(text), "the catalog")

@@ -1,4 +1,4 @@
-"""A profile: a cluster file with measured constants, and where they come from."""
+"""Profiles: cluster files with measured constants and their origin."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _HEAD = """\
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Where a profile comes from: device names, date, versions; ``noise`` and ``left_out`` as in
-    `Sampled`."""
+    """The origin of a profile: device and host names, date, versions; ``noise`` and ``left_out`` as
+    in `Sampled`."""
 
     device_name: str
     host_name: str
@@ -35,14 +35,14 @@ def profile_text(
     name: str,
     samples: Iterable[Sample] = (),
 ) -> str:
-    """The file's text.
+    """The text of a profile.
 
     Args:
-        cluster: the text of the cluster that was measured.
+        cluster: cluster text of the measured cluster.
         calibration: its constants and residuals.
-        origin: where they come from.
-        name: of the file, for its first lines.
-        samples: the programs, whose measured seconds are listed.
+        origin: their origin.
+        name: name of the file, for its first lines.
+        samples: the measured programs, whose seconds are listed.
     """
     given = described(cluster)
     lines = [
@@ -88,6 +88,6 @@ def _value(value: object) -> str:
 
 
 def _text(value: str) -> str:
-    """A TOML basic string; what can't be printed becomes a space."""
+    """A TOML basic string; unprintable characters become spaces."""
     plain = "".join(c if c.isprintable() else " " for c in value)
     return '"' + plain.replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -103,12 +103,12 @@ _OF_EXECUTOR = frozenset(
 
 
 def __getattr__(name: str) -> Any:
-    """A public name, imported now.
+    """Import a public name on first use.
 
     Raises:
         AttributeError: there is no such name.
-        ImportError: another distribution's ``planner`` or ``executor`` hides meshwright's; says
-            where it lies.
+        ImportError: another distribution's ``planner`` or ``executor`` hides meshwright's; the
+            message says where it is.
     """
     if name == "__version__":
         from importlib.metadata import version
@@ -129,7 +129,7 @@ def __dir__() -> list[str]:
 
 
 def _own(home: str, name: str) -> Any:
-    """A name of one of meshwright's modules, and not of another distribution's."""
+    """A name from one of meshwright's modules, never from another distribution's."""
     from meshwright.packages import check_packages
 
     check_packages()

@@ -1,4 +1,4 @@
-"""A plan, printed."""
+"""Plan a train step and print the plan."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def inspect(
         args: its arguments: arrays or ShapeDtypeStructs.
         cluster: such as ``"h100:8x4"``; None: that of a parallelized step, or else the devices
             that are present.
-        options: as for ``make_plan``; those of a parallelized step hold where none are given here.
+        options: as for ``make_plan``; those of a parallelized step apply where none are given here.
 
     Raises:
         RequestError, MemoryLimitError and others, as ``make_plan`` does.

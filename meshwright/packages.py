@@ -10,10 +10,10 @@ HERE = Path(__file__).resolve().parents[1]
 
 
 def check_packages() -> None:
-    """Refuse another distribution's packages, or folders, of these names; imports nothing.
+    """Refuse packages or folders of these names that are not meshwright's; imports nothing.
 
     Raises:
-        ImportError: says where they lie.
+        ImportError: a name is not meshwright's; the message says what Python found instead.
     """
     for name in NAMES:
         spec = importlib.util.find_spec(name)

@@ -1,4 +1,4 @@
-"""A line while something takes long."""
+"""A status line during long operations."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 AFTER_S = 1.0
-"""What is over by then is not announced."""
+"""Seconds; operations that finish sooner are not announced."""
 
 
 @contextmanager
 def announced(text: str) -> Iterator[Callable[[str], None]]:
-    """Say on stderr that something takes long, while it does: on a terminal or in a notebook.
+    """Show a status line on stderr while an operation takes long, on a terminal or in a notebook.
 
     Args:
-        text: what it is.
+        text: what the line says.
 
     Yields:
         A function that changes the text.

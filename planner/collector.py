@@ -1,4 +1,4 @@
-"""The garbage collector, paused while many small objects are made."""
+"""Pause the garbage collector while many small objects are created."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from contextlib import contextmanager
 def paused() -> Iterator[None]:
     """Pause the cyclic garbage collector, if it is on.
 
-    Planning makes many tuples that live until the plan is there, and hardly a cycle: collections
-    in between would walk them and all of the caller's objects again and again (a third of the
-    time on large steps). Reference counting goes on as ever.
+    Planning creates many tuples that live until the plan is complete, and hardly any cycles.
+    Collections in between would walk them and all of the caller's objects again and again (a third
+    of the time on large steps). Reference counting continues as usual.
     """
     was_on = gc.isenabled()
     gc.disable()

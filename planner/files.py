@@ -21,8 +21,8 @@ def read_bytes(path: str | os.PathLike[str], limit: int) -> bytes:
     """The contents of a regular file of at most ``limit`` bytes.
 
     Raises:
-        OSError: it can't be read, is no regular file (a pipe is not waited for) or is larger than
-            the limit; ``strerror`` says which.
+        OSError: it can't be read, is no regular file (a pipe does not block), or is larger than the
+            limit; ``strerror`` says which.
     """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -53,10 +53,10 @@ def read_text(path: str | os.PathLike[str], limit: int) -> str:
 
 
 def gunzipped(raw: bytes, limit: int) -> bytes:
-    """What a gzip file holds, if that is at most ``limit`` bytes; takes no more memory than that.
+    """The decompressed contents of a gzip file, at most ``limit`` bytes; uses no more memory.
 
     Raises:
-        ValueError: no gzip file, a damaged one, or one that holds more.
+        ValueError: it is no gzip file, is damaged, or contains more.
     """
     try:
         with gzip.GzipFile(fileobj=io.BytesIO(raw)) as file:
@@ -69,10 +69,10 @@ def gunzipped(raw: bytes, limit: int) -> bytes:
 
 
 def parsed_json(text: str) -> Any:
-    """JSON as the standard has it: no NaN, no infinity, no key twice in one object.
+    """Parse JSON by the standard: no NaN, no infinity, no key twice in one object.
 
     Raises:
-        ValueError: it is not; one line.
+        ValueError: the text is not such JSON; the message is one line.
     """
     try:
         return json.loads(text, object_pairs_hook=unique, parse_constant=_refused)
@@ -81,7 +81,7 @@ def parsed_json(text: str) -> Any:
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON, for ``object_pairs_hook``; raises ValueError for a key given twice."""
+    """A JSON object, for ``object_pairs_hook``; raises ValueError for a key given twice."""
     whole = dict(pairs)
     if len(whole) < len(pairs):
         counts = Counter(key for key, _ in pairs)

@@ -5,16 +5,16 @@ STAND_ALONE         one device
 DATA_PARALLEL       parameters replicated, batch split over all devices
 HYBRID_PARALLEL     exactly what is marked; everything else replicated
 SEMI_AUTO_PARALLEL  what is marked, completed with data parallelism
-AUTO_PARALLEL       what is marked is kept, everything else is searched
+AUTO_PARALLEL       what is marked is honored, everything else is searched
 ==================  ==========================================================
 
-By the names of ``SHORT``, in small letters too: ``dp`` and ``fsdp`` are DATA_PARALLEL with ZeRO
-levels 0 and 3. ``tp`` and ``fsdp+tp`` are AUTO_PARALLEL with every matrix split over a mesh axis
-``model`` and ZeRO levels 0 and 3 over the rest; ``pp`` is AUTO_PARALLEL with two pipeline stages or
-more. How many devices each axis has is searched.
+``SHORT`` has more names, in either case. ``dp`` and ``fsdp`` are DATA_PARALLEL with ZeRO levels 0
+and 3. ``tp`` and ``fsdp+tp`` are AUTO_PARALLEL with every matrix split over a mesh axis ``model``
+and ZeRO levels 0 and 3 over the rest. ``pp`` is AUTO_PARALLEL with two or more pipeline stages. The
+search chooses the size of each axis.
 
-Marks don't apply in the first two modes. DATA_PARALLEL may also be done with parameter servers
-(``executor.parameter_server``); ``update`` says how far its workers may then be apart.
+Marks don't apply in the first two modes. DATA_PARALLEL can also use parameter servers
+(``executor.parameter_server``); ``update`` then says how far apart workers may be.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ TENSOR = "model"
 """The mesh axis of tensor parallelism."""
 
 DEFAULT_SEARCH = "auto"
-"""The search where none is named; one of ``planner.search.SEARCHES``."""
+"""The search if none is given; one of ``planner.search.SEARCHES``."""
 
 PROPAGATION = "sharding_propagation"
 """The search that only completes what is marked, with the least resharding."""
 
 
 COMPILERS = ("tpu", "gpu")
-"""What a plan may be confirmed by."""
+"""Compilers that can confirm a plan."""
 
 UPDATES = ("sync", "ssp", "async")
 """How the workers of a data-parallel run share updates."""
@@ -60,10 +60,10 @@ class ParallelMode:
         search: a name of ``planner.search.SEARCHES``, or ``sharding_propagation``.
         update: "sync", gradients are summed over all devices in every step; or "ssp" or "async",
             workers push to parameter servers (``executor.parameter_server.train``).
-        staleness: for "ssp", updates that a worker may be ahead of the slowest.
-        zero: the ZeRO level that the mode's name says; None where it says none.
-        tensor: the mesh axis over which the mode's name says to split every matrix, or empty.
-        staged: whether the mode's name says that there are pipeline stages.
+        staleness: for "ssp", number of updates that a worker may be ahead of the slowest.
+        zero: the ZeRO level that the mode's name implies, or None.
+        tensor: the mesh axis over which the mode's name implies to split every matrix, or empty.
+        staged: whether the mode's name implies pipeline stages.
     """
 
     mode: str = "AUTO_PARALLEL"
@@ -82,7 +82,7 @@ SHORT = {
     "FSDP+TP": ParallelMode(zero=3, tensor=TENSOR),
     "PP": ParallelMode(staged=True),
 }
-"""Other names of modes, in capitals, and what they say besides."""
+"""Other names of modes, in capitals, with the options that they imply."""
 
 ELSEWHERE = {
     "auto": "AUTO_PARALLEL",
@@ -101,11 +101,11 @@ ELSEWHERE = {
     "zero2": "dp with zero=2",
     "zero3": "fsdp",
 }
-"""What other tools call them, in small letters, and what that is here."""
+"""Names in other tools, in lowercase, and their equivalents here."""
 
 
 def nearest_mode(name: str) -> str:
-    """The mode that a wrong name most likely stands for; empty if none is near."""
+    """The mode that a wrong name most likely means; empty if no name is similar."""
     plain = name.lower().replace("-", "_").replace(" ", "")
     names = [known.lower() for known in (*SHORT, *MODES)]
     near = difflib.get_close_matches(plain, names, 1)
@@ -126,19 +126,19 @@ def set_parallel_mode(
     """Set the mode that ``parallelize`` and ``make_plan`` use when none is given.
 
     Args:
-        mode: one of ``MODES``, or a name of ``SHORT``; or what this function returned, which
-            sets all again.
+        mode: one of ``MODES``, a name of ``SHORT``, or the return value of an earlier call, which
+            restores all settings.
         search: a name of ``planner.search.SEARCHES``, or ``sharding_propagation``.
-        update: one of ``UPDATES``; other than "sync" in DATA_PARALLEL only. It is what
-            ``executor.parameter_server.train`` does when no mode is given.
-        staleness: for "ssp", updates that a worker may be ahead of the slowest.
+        update: one of ``UPDATES``; other than "sync" in DATA_PARALLEL only. It is also the default
+            of ``executor.parameter_server.train``.
+        staleness: for "ssp", number of updates that a worker may be ahead of the slowest.
 
     Returns:
-        The mode that was in force before.
+        The previous mode.
 
     Raises:
         RequestError: unknown mode, search or update (lists the known ones), or an update or a
-            staleness that has no meaning there.
+            staleness that does not apply to the mode.
 
     >>> before = set_parallel_mode("DATA_PARALLEL")
     >>> get_parallel_mode().mode
@@ -157,7 +157,7 @@ def set_parallel_mode(
 
 
 def get_parallel_mode() -> ParallelMode:
-    """The mode in force (AUTO_PARALLEL with search ``auto`` until one is set)."""
+    """The current mode (AUTO_PARALLEL with search ``auto`` until one is set)."""
     return _current
 
 

@@ -1,8 +1,8 @@
 """The entry of the ``planner`` command: Ctrl-C ends it with 130 at any moment, without a traceback.
 
-Nothing is imported here that takes long, so that an interrupt during the other imports is met too.
-While JAX is imported there is nothing to clean up, and extensions drop exceptions or crash on them,
-so the process ends at once. Later the first Ctrl-C is a ``KeyboardInterrupt``, and the second one
+This module imports nothing slow, so it also handles an interrupt during the other imports. During
+the import of JAX there is nothing to clean up, and extensions drop exceptions or crash on them, so
+the process ends at once. Later, the first Ctrl-C raises ``KeyboardInterrupt``, and the second one
 ends the process.
 """
 
@@ -43,7 +43,7 @@ def main() -> int:
     except KeyboardInterrupt:
         code = INTERRUPTED
     if signal.signal(signal.SIGINT, _end) is _end and code == INTERRUPTED:
-        # Python itself would exit by the signal if the interrupt came out of an exec()
+        # Python would exit with the signal if the interrupt came out of an exec()
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
@@ -53,7 +53,7 @@ def main() -> int:
 
 
 def _train_config() -> int:
-    """Print the options of ``train``, which is no subcommand."""
+    """Print the options of ``train``, which is not a subcommand."""
     from executor.train.settings import config_lines
     from planner.errors import RequestError
 
@@ -72,7 +72,7 @@ def _end(signum: int, frame: FrameType | None) -> None:
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
-    """Raise in the main thread; the next one ends the process."""
+    """Raise KeyboardInterrupt in the main thread; the next interrupt ends the process."""
     signal.signal(signal.SIGINT, _end)
     raise KeyboardInterrupt
 
@@ -81,7 +81,7 @@ _report = sys.unraisablehook
 
 
 def _unraisable(unraisable: sys.UnraisableHookArgs) -> None:
-    """Python drops what a destructor or a callback raises: not an interrupt."""
+    """End the process on an interrupt in a destructor or a callback, which Python would drop."""
     if isinstance(unraisable.exc_value, KeyboardInterrupt):
         _end(signal.SIGINT, None)
     _report(unraisable)

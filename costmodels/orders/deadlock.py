@@ -8,7 +8,7 @@ from costmodels.orders.order import BACKWARD, FORWARD, Order, OrderError, Task
 
 
 class DeadlockError(OrderError):
-    """Every device waits for another; the message has the cycle."""
+    """No device can continue; the message has a cycle of devices that wait for each other."""
 
 
 def awaited(order: Order, task: Task) -> Task | None:
@@ -23,11 +23,11 @@ def awaited(order: Order, task: Task) -> Task | None:
 
 
 def deadlock(order: Order, at: Sequence[int]) -> DeadlockError:
-    """What to raise where no device can go on.
+    """The error for an order in which no device can continue.
 
     Args:
         order: the order.
-        at: per device, the number of the task that it waits with.
+        at: per device, the index of the task that is blocked.
     """
     device = next(d for d, tasks in enumerate(order.devices) if at[d] < len(tasks))
     way: list[int] = []
@@ -35,7 +35,7 @@ def deadlock(order: Order, at: Sequence[int]) -> DeadlockError:
     while device not in said:
         task = order.devices[device][at[device]]
         need = awaited(order, task)
-        assert need is not None  # nothing holds up the first chunk's forward pass
+        assert need is not None  # the first chunk's forward pass waits for nothing
         other = order.place[need.chunk]
         said[device] = f"device {device} waits with {task} for {need} of device {other}"
         way.append(device)

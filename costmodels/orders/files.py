@@ -1,10 +1,10 @@
-"""Orders in files, to be printed, edited and read again.
+"""Orders in JSON files, which can be printed, edited and read again.
 
     {"schedule": "mine", "microbatches": 2, "place": [0, 1],
      "devices": [["F0.0", "F0.1", "B0.0", "B0.1"],
                  ["F1.0", "B1.0", "F1.1", "B1.1"]]}
 
-A task is its kind, its chunk and, after the dot, its microbatch.
+A task is written as its kind, its chunk and, after the dot, its microbatch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TASK = re.compile(r"([FBW])([0-9]{1,6})\.([0-9]{1,6})")
 
 
 def rows_of(order: Order) -> tuple[str, ...]:
-    """Per device, its tasks in a line.
+    """The tasks of each device as one line of text.
 
     >>> from costmodels.orders import named_order
     >>> rows_of(named_order("1f1b", 2, 2))
@@ -33,10 +33,10 @@ def rows_of(order: Order) -> tuple[str, ...]:
 
 
 def order_of_rows(name: str, rows: Sequence[str]) -> Order:
-    """The order whose devices have these tasks; a chunk is on the device that has its tasks.
+    """Build an order from the tasks of each device. A chunk is on the device that has its tasks.
 
     Raises:
-        OrderError: the rows are no schedule.
+        OrderError: the rows are not a schedule.
     """
     devices = tuple(tuple(_task(word, d) for word in row.split()) for d, row in enumerate(rows))
     place = {t.chunk: d for d, tasks in enumerate(devices) for t in tasks}
@@ -48,7 +48,7 @@ def order_of_rows(name: str, rows: Sequence[str]) -> Order:
 
 
 def write_order(order: Order) -> str:
-    """An order as JSON, a line for each device; ends with a newline."""
+    """An order as JSON text, one line per device, with a newline at the end."""
     rows = [json.dumps(row.split()) for row in rows_of(order)]
     head = (
         f'{{"schedule": {json.dumps(order.name)}, "microbatches": {order.microbatches}, '
@@ -58,10 +58,10 @@ def write_order(order: Order) -> str:
 
 
 def read_order(path: str | Path) -> Order:
-    """The order in a file.
+    """Read the order in a file.
 
     Raises:
-        OrderError: the file can't be read, or holds no schedule; names the place.
+        OrderError: the file can't be read, or has no schedule; the message names the place.
     """
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""1F1B in step: all devices do a pass at a time, as one program does it."""
+"""1F1B in lockstep: all devices run one pass at a time, as a single program does."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from costmodels.orders.simulate import Simulated, Work
 
 
 def in_ticks(stages: int, microbatches: int, work: Work) -> Simulated:
-    """The schedule of a step whose stages are a dimension of its arrays, with times.
+    """The schedule, with times, of a step whose stages are a dimension of its arrays.
 
-    Forward ticks, ticks of one forward and one backward pass, backward ticks: in forward tick t,
-    stage s does microbatch t - s; in backward tick t, microbatch t - (stages - 1 - s). The first
-    ``stages - 1`` forward ticks have no backward tick beside them, nor do the last
-    ``stages - 1`` backward ticks have a forward one. A tick takes its time on every device, also
-    where a device has nothing to do.
+    Forward ticks come first, then ticks with one forward and one backward pass, then backward
+    ticks. In forward tick t, stage s runs microbatch t - s; in backward tick t, it runs microbatch
+    t - (stages - 1 - s). The first ``stages - 1`` forward ticks have no backward tick beside them,
+    and the last ``stages - 1`` backward ticks have no forward tick. A tick takes its full time on
+    every device, even if the device has nothing to do.
 
     Args:
-        stages: devices, or groups of them; one chunk each.
-        microbatches: parts of the batch.
-        work: of one microbatch in any chunk.
+        stages: number of devices, or of groups of devices; each has one chunk.
+        microbatches: number of microbatches.
+        work: the work of one microbatch in a chunk; it is the same for all chunks.
 
     Raises:
         OrderError: fewer than one stage or microbatch.
@@ -55,7 +55,7 @@ def in_ticks(stages: int, microbatches: int, work: Work) -> Simulated:
 def _do(
     rows: list[list[tuple[Task, float]]], kind: str, numbers: list[int], most: int, end: float
 ) -> None:
-    """One tick."""
+    """Append the tasks of one tick to ``rows``."""
     for stage, number in enumerate(numbers):
         if 0 <= number < most:
             rows[stage].append((Task(kind, stage, number), end))

@@ -1,8 +1,8 @@
-"""Small programs of collectives: each kind at several sizes of data and of groups.
+"""Small programs that run collectives: each kind, with several data sizes and group sizes.
 
-A program runs a few of a kind, each of which needs the one before; between two stands an
-elementwise kernel with an operand that every device has its own of, so that no compiler can see
-through them.
+A program runs several collectives of one kind, each of which depends on the previous one. Between
+them is an elementwise kernel with an operand that differs between devices, so that no compiler can
+simplify the chain.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from costmodels import Cluster, Collective
 from costmodels.calibrate import CollectiveCount, KernelCount
 
 CHAIN = 4
-"""Collectives that a program runs one after another."""
+"""Number of collectives that a program runs one after another."""
 TOGETHER = 24
-"""Reductions that a program runs at once, as a step does those of its gradients."""
+"""Number of all-reduces that a program runs at once, as a step does for its gradients."""
 NAMES = ("outer", "inner")
 """The mesh axes; collectives run over the inner one."""
 
 
 @dataclass(frozen=True)
 class CollectiveProbe:
-    """A function of local float32 vectors inside `jax.shard_map`, their lengths, what it counts."""
+    """A function of local float32 vectors inside `jax.shard_map`, the lengths of these vectors, and
+    the kernels and collectives that the function runs."""
 
     name: str
     function: Callable[..., Any]
@@ -38,11 +39,12 @@ class CollectiveProbe:
 
 
 def collective_probes(cluster: Cluster, scale: float = 1.0) -> tuple[CollectiveProbe, ...]:
-    """Programs for a cluster: groups of 2, of all and of a size between; none for one device.
+    """Programs for a cluster, with groups of the smallest, a middle and the largest size; none for
+    one device.
 
     Args:
-        cluster: its link's rate says how much data takes a given time.
-        scale: times the amounts of data; below 1 for a quick look.
+        cluster: the cluster; the bandwidth of its link determines the data sizes.
+        scale: factor for the data sizes; below 1 for a quick run.
     """
     count = cluster.num_devices
     divisors = [n for n in range(2, count + 1) if count % n == 0]
@@ -59,7 +61,7 @@ def collective_probes(cluster: Cluster, scale: float = 1.0) -> tuple[CollectiveP
 
 
 def _chain(kind: Collective, mesh_shape: tuple[int, int], size: int) -> CollectiveProbe:
-    """``CHAIN`` collectives with a payload of ``size`` numbers, a multiple of the group."""
+    """``CHAIN`` collectives with a payload of ``size`` numbers, a multiple of the group size."""
     group = mesh_shape[1]
     local_size = size // group if kind == "all_gather" else size
 
@@ -97,7 +99,7 @@ def _chain(kind: Collective, mesh_shape: tuple[int, int], size: int) -> Collecti
 
 
 def _together(mesh_shape: tuple[int, int], size: int) -> CollectiveProbe:
-    """``TOGETHER`` all-reduces of which none needs another."""
+    """``TOGETHER`` all-reduces that do not depend on each other."""
 
     def run(*xs: Any) -> Any:
         return [jax.lax.psum(x, NAMES[1]) for x in xs]

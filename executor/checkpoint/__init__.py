@@ -1,7 +1,7 @@
 """Checkpoints that fit any plan: sharded, asynchronous saves, restored under other shardings.
 
-``Checkpoints`` is for a run. ``open_state``, ``write_orbax`` and ``write_tensors`` work on what is
-on disk, on one machine and without devices: `planner checkpoint` is made of them.
+``Checkpoints`` is for a training run. ``saved.open_state`` and ``saved.write_state`` work on saved
+states on disk, on one machine and without devices; `planner checkpoint` uses them.
 """
 
 from executor.checkpoint.common import CheckpointError

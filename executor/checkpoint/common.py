@@ -1,8 +1,9 @@
-"""Names of leaves: paths of keys, joined and taken apart without loss.
+"""Names of leaves: paths of keys, joined and split without loss.
 
-A leaf's path is the keys to it: of dicts, attributes, and sequences by number, all as text. Shown,
-they are joined by "/", with "~" as "~0" and "/" as "~1" in a key (RFC 6901). Orbax joins keys by
-"."; keys go there with "." as "~2" besides, so that no two leaves get one name.
+The path of a leaf is the sequence of keys that lead to it, as text: keys of dicts, names of
+attributes and indices of sequences. As one text, keys are joined by "/"; in a key, "~" is written
+"~0" and "/" is written "~1" (RFC 6901). Orbax joins keys by ".". In keys for Orbax, "." is also
+written "~2", so that no two leaves get the same name.
 """
 
 from __future__ import annotations
@@ -17,22 +18,23 @@ from planner.errors import RequestError
 
 Path = tuple[str, ...]
 MAX_HOLES = 1_000_000
-"""Places of lists that may have no leaf, in a whole state: what a file says takes memory here."""
+"""Maximum number of list items without a leaf in a state; it bounds the memory that a file can
+claim."""
 
 
 class CheckpointError(RequestError):
-    """No checkpoint, one that is damaged, or one of another state; names the leaf."""
+    """A checkpoint is missing, damaged or of another state; the message names the leaf."""
 
 
 def brief(error: BaseException) -> str:
-    """An error's text as one line, without TensorStore's options; of a long one both ends."""
+    """An error's text as one line, without TensorStore's options; a long one without its middle."""
     text = re.sub(r" \[tensorstore_spec=.*", "", " ".join(str(error).split()))
     text = text or type(error).__name__
     return text if len(text) <= 1000 else f"{text[:500]} ... {text[-495:]}"
 
 
 def key_text(entry: Any) -> str:
-    """One entry of a JAX key path."""
+    """The text of one entry of a JAX key path."""
     for name in ("key", "idx", "name"):
         if hasattr(entry, name):
             return str(getattr(entry, name))
@@ -40,10 +42,11 @@ def key_text(entry: Any) -> str:
 
 
 def leaves_of(tree: Any) -> list[tuple[Path, Any]]:
-    """Leaves by path, in JAX's order; dicts, sequences and named tuples of one form have the same.
+    """Leaves by path, in JAX's order. Dicts, sequences and named tuples of the same form have the
+    same paths.
 
     Raises:
-        CheckpointError: two leaves have one path, such as those at keys 1 and "1".
+        CheckpointError: two leaves have the same path, such as those at keys 1 and "1".
     """
     leaves = [
         (tuple(key_text(k) for k in path), leaf)
@@ -69,31 +72,31 @@ def sequences_of(tree: Any) -> tuple[Path, ...]:
 
 
 def path_text(path: Path, separator: str = "/") -> str:
-    """A path as one text; ``taken`` gives it back."""
+    """A path as one text; ``taken`` is the inverse."""
     return separator.join(k.replace("~", "~0").replace(separator, "~1") for k in path)
 
 
 def taken(name: str, separator: str = "/") -> Path:
-    """The path that a text says."""
+    """The path in a text; the inverse of ``path_text``."""
     return tuple(k.replace("~1", separator).replace("~0", "~") for k in name.split(separator))
 
 
 def stored(key: str) -> str:
-    """A key as Orbax is given it."""
+    """A key, escaped for Orbax; ``unstored`` is the inverse."""
     return key.replace("~", "~0").replace("/", "~1").replace(".", "~2")
 
 
 def unstored(key: str) -> str:
-    """The key that Orbax was given."""
+    """A key from one of Orbax; the inverse of ``stored``."""
     return key.replace("~2", ".").replace("~1", "/").replace("~0", "~")
 
 
 def nested(leaves: Mapping[Path, Any], sequences: Iterable[Path] = ()) -> Any:
-    """Dicts of dicts from leaves by path; at the paths of ``sequences`` lists, None where they
-    have no leaf.
+    """Nested dicts from leaves by path, with lists at the paths of ``sequences``. List items that
+    have no leaf are None.
 
     Raises:
-        CheckpointError: a leaf lies where others need a container.
+        CheckpointError: a leaf is where other leaves need a container.
     """
     root: dict[str, Any] = {}
     for path, leaf in leaves.items():
@@ -133,5 +136,5 @@ def _with_lists(root: dict[str, Any], sequences: Iterable[Path]) -> Any:
 
 
 def _is_number(key: str) -> bool:
-    """Whether a key is what a sequence's would be: "4", not "04"."""
+    """Whether a key is written as an index of a sequence: "4", not "04"."""
     return key.isascii() and key.isdecimal() and len(key) < 16 and str(int(key)) == key

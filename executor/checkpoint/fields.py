@@ -1,6 +1,6 @@
-"""Fields of files that others may have written: checked before they are used.
+"""Checks of fields in files that other programs may have written, before they are used.
 
-A file names leaves and says which step it belongs to. It never says where anything is written, so
+A file names leaves and the step that it belongs to. It never determines where anything is written:
 no path is made from its text.
 """
 
@@ -19,16 +19,16 @@ MAX_STEP = 2**53 - 1
 """The largest step: JSON has no exact integers above it."""
 
 MAX_KEYS = 256
-"""Keys in the path of a leaf; JAX walks trees recursively."""
+"""Maximum number of keys in the path of a leaf; JAX traverses trees recursively."""
 
 _NOT_NAMES = frozenset("/\\\0")
 
 
 def parsed(text: str | bytes, where: object) -> Any:
-    """A text of JSON.
+    """Parse JSON text.
 
     Raises:
-        CheckpointError: it is none, or is nested too deeply.
+        CheckpointError: the text is not JSON, or is nested too deeply.
     """
     try:
         return json.loads(text)
@@ -59,7 +59,7 @@ def step_of(value: Any, where: object) -> int:
 
 
 def step_name(name: str) -> int | None:
-    """The step that a folder's name says; None if it is not one."""
+    """The step number in a folder's name; None if the name is not one."""
     plain = name.isascii() and name.isdecimal() and len(name) <= len(str(MAX_STEP))
     return int(name) if plain and str(int(name)) == name and int(name) <= MAX_STEP else None
 
@@ -82,7 +82,7 @@ def paths_of(value: Any, where: object) -> tuple[Path, ...]:
 
 
 def separator_of(value: Any, where: object) -> str:
-    """What joins keys in names; CheckpointError unless names can be split at it again."""
+    """The separator of keys in names; CheckpointError unless names can be split at it again."""
     if not isinstance(value, str) or not value or set(value) & set("~01"):
         raise CheckpointError(
             f"{where}: got separator {_short(value)}, expected text without '~', '0' and '1'"
@@ -101,11 +101,11 @@ def file_name(value: Any, where: object) -> str:
 
 
 def plan_of(value: Any, where: object) -> Plan | None:
-    """The plan in a text of JSON, None of None.
+    """The plan in JSON text; None for None.
 
     Raises:
-        CheckpointError: it is no text, or nested too deeply.
-        PlanFormatError: it is no plan.
+        CheckpointError: the value is not text, or is nested too deeply.
+        PlanFormatError: the text is not a plan.
     """
     if value is None:
         return None
@@ -118,7 +118,7 @@ def plan_of(value: Any, where: object) -> Plan | None:
 
 
 def read_json(folder: File) -> dict[str, Any] | None:
-    """An item that Orbax wrote as JSON; None if it is not there. Waits for no other process."""
+    """An item that Orbax wrote as JSON; None if it is missing. Waits for no other process."""
     file = folder / "metadata"
     if not file.exists():
         return None

@@ -1,9 +1,9 @@
-"""The checkpoints of a run: any plan to any plan.
+"""The checkpoints of a run: saved under any plan, restored under any other.
 
-Orbax writes and reads (orbax.readthedocs.io): every process its own shards, into a folder that is
-put in place when all is written, so that an interrupted save leaves the last one as it was. Here:
-the plan beside the state, names that can't collide, arrays that Orbax has no place for, and what is
-wrong said by leaf.
+Orbax (orbax.readthedocs.io) writes and reads. Every process writes its shards into a folder that is
+renamed once all is written, so an interrupted save leaves the previous checkpoint intact. This
+module adds the plan beside the state, names that can't collide, arrays that Orbax can't represent,
+and errors that name the leaf.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ UNFINISHED = ".orbax-checkpoint-tmp"
 
 
 class Checkpoints:
-    """The checkpoints of a run, in one folder, by step. A context manager: leaving waits for the
-    save that is under way.
+    """The checkpoints of a run, in one folder, by step. A context manager, which waits on exit for
+    the save in progress.
 
     Args:
         directory: the folder; the same for all processes.
@@ -66,7 +66,7 @@ class Checkpoints:
         asynchronous: whether ``save`` returns once the state is copied to host memory.
 
     Raises:
-        CheckpointError: the folder can't be made.
+        CheckpointError: the folder can't be created.
     """
 
     _owns = True
@@ -114,7 +114,7 @@ class Checkpoints:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """The steps that have a whole checkpoint, in order."""
+        """The steps that have a complete checkpoint, in order."""
         return tuple(sorted(k for k in self._manager.all_steps() if k <= MAX_STEP))
 
     def save(
@@ -128,16 +128,16 @@ class Checkpoints:
         """Save a state.
 
         Args:
-            step: its number, from 0; one that is there already is refused.
-            state: a pytree of arrays and numbers; each process writes the shards that it holds. Of
-                typed PRNG keys the data is saved; None and empty containers are the form's affair.
-            plan: what it was trained under, kept beside it.
-            extra: anything else that is JSON, such as the position in the data.
+            step: the number of the step, from 0; a step that exists already is refused.
+            state: a pytree of arrays and numbers; each process writes the shards that it holds. For
+                typed PRNG keys, the key data is saved. None and empty containers are not saved.
+            plan: the plan that it was trained under, saved beside it.
+            extra: other JSON data, such as the position in the training data.
 
         Raises:
-            CheckpointError: ``step`` is no such number, or there already, or would be removed at
-                once since later ones are there and ``keep`` is set; a leaf is no array, ``extra``
-                is no JSON, or the last save failed; then no later than with ``wait``.
+            CheckpointError: ``step`` is not such a number, exists already, or would be removed at
+                once because later steps exist and ``keep`` is set; a leaf is not an array;
+                ``extra`` is not JSON; or the last save failed, which ``wait`` raises at the latest.
             FencedError: another job owns the folder, see ``own``.
         """
         step = step_of(step, self.directory)
@@ -164,7 +164,7 @@ class Checkpoints:
         if plan is not None:
             items[PLAN] = ocp.args.JsonSave({"plan": plan.to_json()})
         if extra is not None:
-            try:  # as it is now: it is written later
+            try:  # a copy: it is written later
                 items[EXTRA] = ocp.args.JsonSave(json.loads(json.dumps(dict(extra))))
             except (TypeError, ValueError) as error:
                 raise CheckpointError(
@@ -188,7 +188,7 @@ class Checkpoints:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until the save that is under way is on disk; raises CheckpointError if it failed."""
+        """Wait until the save in progress is on disk; raises CheckpointError if it failed."""
         try:
             self._manager.wait_until_finished()
         except FencedError:
@@ -207,7 +207,7 @@ class Checkpoints:
                 raise CheckpointError(f"checksums of step {step}: {brief(error)}") from error
 
     def close(self) -> None:
-        """Wait, and let go of the folder."""
+        """Wait for the save in progress, and release the folder."""
         try:
             self.wait()
         finally:
@@ -215,16 +215,16 @@ class Checkpoints:
             self._manager.close()
 
     def own(self) -> Owner | None:
-        """Become the owner of the folder, which ``save`` does too; all processes call it.
+        """Become the owner of the folder; all processes must call it. ``save`` does so too.
 
-        An owner that has ended, released the folder, or shown no sign of life for `LEASE_S` seconds
-        is taken over, and what it left unfinished is removed. Readers need not own the folder.
+        The folder is taken over if its owner has ended, has released it, or has not renewed its
+        lease for `LEASE_S` seconds; unfinished files are removed. Readers need not own the folder.
 
         Returns:
             The lock, in process 0; None in the others.
 
         Raises:
-            FencedError: another job owns the folder; names its host, its process and since when.
+            FencedError: another job owns the folder; names its host and process, and since when.
         """
         if self._owned_as or not self._owns:
             return self._owner
@@ -247,8 +247,7 @@ class Checkpoints:
         return self._owner
 
     def disown(self) -> None:
-        """Release the folder; what is being saved is not put in place if another job owns it by
-        then."""
+        """Release the folder; a save in progress is then not committed."""
         owner, self._owner, self._owned_as = self._owner, None, ""
         if owner is not None:
             let_go(self.directory)
@@ -263,7 +262,7 @@ class Checkpoints:
         return plan_in(self._checked(step, PLAN))
 
     def extra(self, step: int | None = None) -> dict[str, Any] | None:
-        """What was saved as ``extra``, if anything was."""
+        """The data that was saved as ``extra``; None if there is none."""
         return read_json(self._checked(step, EXTRA))
 
     def restore(
@@ -274,21 +273,21 @@ class Checkpoints:
         step: int | None = None,
         partial: bool = False,
     ) -> Any:
-        """A saved state, on other devices or under another plan if so wanted.
+        """Restore a saved state, also on other devices or under another plan.
 
         Args:
-            like: a pytree of arrays, numbers or ShapeDtypeStructs of the state's form. Where it has
-                typed PRNG keys, keys of that kind are made of the saved data; where it has a
-                number of Python or a dtype that JAX does not hold here (64 bits), the leaf is one
-                of Python or NumPy.
-            shardings: of the same form, such as ``compiled.in_shardings[0]``, or one for all; None
-                takes those of ``like``, and the first device where it has none.
-            step: which; None takes the latest.
+            like: a pytree of arrays, numbers or ShapeDtypeStructs with the structure of the state.
+                Its typed PRNG keys get the saved key data. A Python number, or a dtype that JAX
+                does not support here (64 bits), is restored as a Python number or NumPy array.
+            shardings: a pytree of the same structure, such as ``compiled.in_shardings[0]``, or one
+                sharding for all leaves; None takes those of ``like``, or else the first device.
+            step: the step; None takes the latest.
             partial: whether ``like`` may lack leaves that were saved (parameters only, say).
 
         Raises:
-            CheckpointError: there is none, it is damaged (in all processes, if a file that one of
-                them compared is), or a leaf is missing or has another shape or dtype; names it.
+            CheckpointError: there is no checkpoint, it is damaged (raised in all processes if one
+                of them compared a damaged file), or a leaf is missing or has another shape or
+                dtype; names it.
         """
         at = self._step(step)
         requested = wanted(like, shardings)
@@ -301,7 +300,7 @@ class Checkpoints:
         return state_handler()
 
     def _checked(self, step: int | None, item: str) -> File:
-        """The folder of an item, compared with its checksums."""
+        """The folder of an item, after its files are compared with their checksums."""
         folder = self.directory / str(self._step(step))
         sums = read_sums(folder)
         if sums is not None:
@@ -309,14 +308,14 @@ class Checkpoints:
         return folder / item
 
     def _before_commit(self) -> None:
-        """In process 0, when all is written and the folder has not got its name."""
+        """Runs in process 0, when all is written and before the folder gets its name."""
         if self._not_made is not None:
             raise self._not_made
         if self._owns:
             if self._owner is None:
                 raise FencedError(f"{self.directory} was released during a save")
             self._owner.check()
-        there = self.directory / str(self._saving)  # where a commit is a file, not a name
+        there = self.directory / str(self._saving)  # if a commit is a file, not a rename
         for folder in (there, *self._place().glob(f"{self._saving}{UNFINISHED}*")):
             if folder.is_dir():
                 seal(folder)
@@ -339,7 +338,7 @@ class Checkpoints:
         return steps[-1] if step is None else step
 
     def _sweep(self) -> None:
-        """Remove what earlier owners, and other programs, left unfinished."""
+        """Remove unfinished folders of earlier owners and of other programs."""
         assert self._owner is not None
         active_folder = workplace(self.directory, self._owner.me.number)
         for pattern in (
@@ -352,12 +351,12 @@ class Checkpoints:
                     remove(place)
 
     def _place(self) -> File:
-        """Where unfinished folders are made: each owner has its own place."""
+        """The folder for unfinished checkpoints; each owner has a separate one."""
         number = self._owned_as.partition(" ")[0]
         return workplace(self.directory, number) if number else self.directory
 
     def _temporary(self) -> Any:
-        """Unfinished folders of steps lie in ``_place``, those of items in that of their step."""
+        """The class that puts unfinished steps in ``_place``, and items in their step's folder."""
 
         class Temporary(ocp.path.atomicity.AtomicRenameTemporaryPath):  # type: ignore[misc]
             @classmethod
@@ -367,7 +366,7 @@ class Checkpoints:
                 return cls(place / f"{final.name}{UNFINISHED}", final, **options)
 
             async def create(inner) -> Any:
-                """An error here leaves other threads waiting for five minutes."""
+                """Store an error: raised here, it leaves other threads waiting for five minutes."""
                 try:
                     return await super().create()
                 except OSError as error:
@@ -378,8 +377,8 @@ class Checkpoints:
 
 
 class FromDisk(Checkpoints):
-    """Checkpoints whose state has `Stored` leaves; they are written part by part, to a new folder
-    that needs no owner."""
+    """Checkpoints of states with `Stored` leaves, which are written in parts, to a new folder that
+    needs no owner."""
 
     _owns = False
 
@@ -388,6 +387,6 @@ class FromDisk(Checkpoints):
 
 
 def _how(leaf: Any) -> ocp.SaveArgs:
-    """Leaves that are on disk as a whole are written in chunks, of which a process reads its own;
-    arrays have their shards."""
+    """How a leaf is saved: leaves on disk in chunks, so that a process reads only those that it
+    needs; arrays in their shards."""
     return ocp.SaveArgs(chunk_byte_size=PART_BYTES) if isinstance(leaf, Stored) else ocp.SaveArgs()

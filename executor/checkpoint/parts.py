@@ -1,7 +1,7 @@
-"""Leaves that are on disk, and are read part by part when they are wanted.
+"""Leaves on disk that are read in parts, on demand.
 
-What goes from one file to another is never in memory as a whole. A part is some rows of a leaf's
-first dimension: `PART_BYTES`, or the rows that were saved together where they are larger, since a
+Leaves that are copied from one file to another are never in memory as a whole. A part is a range of
+rows of a leaf's first dimension: `PART_BYTES`, or the rows of one chunk if that is larger, since a
 chunk on disk is read as a whole.
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 from executor.checkpoint.common import CheckpointError, Path, path_text
 
 PART_BYTES = 64 * 2**20
-"""Bytes of a part, and of a chunk of what is written."""
+"""Bytes of a part, and of a chunk that is written."""
 
 Index = tuple[slice, ...]
 
@@ -28,10 +28,10 @@ class Stored:
 
     Attributes:
         path: its keys.
-        shape: of the array.
-        dtype: of its elements, as NumPy has it.
-        read: a part -> its elements; raises CheckpointError, naming leaf and file, for damage.
-        rows: of its first dimension that lie in one chunk on disk.
+        shape: shape of the array.
+        dtype: NumPy dtype of the elements.
+        read: a part -> its elements; raises CheckpointError, which names leaf and file, if damaged.
+        rows: rows of the first dimension in one chunk on disk.
     """
 
     path: Path
@@ -42,7 +42,7 @@ class Stored:
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -52,12 +52,12 @@ class Stored:
 
     @property
     def ndim(self) -> int:
-        """Dimensions."""
+        """Number of dimensions."""
         return len(self.shape)
 
     def parts(self, multiple: int = 1) -> Iterator[Index]:
-        """Parts along the first dimension that make up the leaf, in order, each of a multiple of
-        so many rows, and of those of a chunk."""
+        """Parts along the first dimension that make up the leaf, in order. Each but the last has a
+        number of rows that is a multiple of ``multiple`` and of the rows of a chunk."""
         whole = tuple(slice(0, n) for n in self.shape)
         if self.nbytes <= PART_BYTES or not self.shape:
             yield whole
@@ -68,7 +68,7 @@ class Stored:
             yield (slice(begin, min(begin + rows, self.shape[0])), *whole[1:])
 
     def whole(self) -> np.ndarray:
-        """All of it."""
+        """The whole leaf."""
         return self.read(tuple(slice(0, n) for n in self.shape))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""``planner checkpoint``: saved states, on one machine and without devices."""
+"""``planner checkpoint``: works on saved states, on one machine and without devices."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def add_checkpoint(commands: Any, text: str) -> None:
 
 
 def run_checkpoint(options: argparse.Namespace) -> int:
-    """Do one of them; raises RequestError."""
+    """Run the chosen verb; raises RequestError."""
     stay_on_cpu()
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # damage in several leaves at once
     with announced("reading"):

@@ -1,4 +1,4 @@
-"""``planner export plan.json --as python``: a plan for projects that do not use this one."""
+"""``planner export plan.json --as python``: a plan as code for projects without meshwright."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FORMS: Mapping[str, Callable[[Plan, str], str]] = {
     "logical-rules": lambda plan, _: logical_rules_text(plan),
     "python": python_text,
 }
-"""Per form, (plan, name of the module) -> its text."""
+"""For each form, a function (plan, name of the module) -> text."""
 
 _MORE = """\
 forms, each a Python module that imports jax at most:
@@ -60,7 +60,7 @@ def add_export(commands: Any, text: str) -> None:
 
 
 def run_export(options: argparse.Namespace) -> int:
-    """Read the plan, write the text; raises RequestError."""
+    """Read the plan and write it in the chosen form; raises RequestError."""
     plan = load_plan(options.plan)
     text = FORMS[options.form](plan, "sharded" if options.out is None else options.out.stem)
     if options.out is None:

@@ -1,9 +1,9 @@
 """Data for a plan: every process reads only its share, and all make the same batches.
 
-``shard`` is the one door. What is numbered (arrays, memory maps, files, random-access sources)
-becomes ``Batches``: any process can find any row, so nothing has to be sent and a restart goes on
-exactly with any number of processes. What is only walked through (Grain's iterable datasets)
-becomes ``Streams``.
+``shard`` is the entry point. Sources with numbered rows (arrays, memory maps, files, random-access
+sources) become ``Batches``: any process can read any row, so nothing has to be sent, and a restart
+continues exactly with any number of processes. Iterators (Grain's iterable datasets) become
+``Streams``.
 """
 
 from executor.data.agree import agreed_steps, own_files

@@ -1,4 +1,4 @@
-"""Processes of this host."""
+"""Launches processes on this host."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from executor.processes.hello import new_secret
 
 @dataclass(frozen=True)
 class Local:
-    """Starts every process on this host; a new port for every start."""
+    """Starts every process on this host, with a new port for every start."""
 
     def start(self, job: Job, restart: int, failed: Sequence[str] = (), /) -> Start:
-        """One task a process."""
+        """One task per process."""
         return Start(job.processes, tasks(job, restart, free_port()))
 
 
 def tasks(job: Job, restart: int, port: int) -> tuple[Task, ...]:
-    """The tasks of one start, with the coordinator at a port of this host."""
+    """The tasks of one start; the coordinator listens on a port of this host."""
     where = f"127.0.0.1:{port}"
     secret = new_secret()
     return tuple(

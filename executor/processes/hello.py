@@ -1,8 +1,8 @@
-"""How a process joins: both ends prove that they know the job's secret, then say who they are.
+"""The handshake of a process that joins: both ends prove that they know the job's secret.
 
-Each end sends a number drawn at random, and proves the secret by an HMAC over both numbers and what
-it says of itself; the secret itself is never sent. Without a secret the key is empty: whoever
-reaches the port can join.
+Each end sends a random number and a description of itself, and proves the secret by an HMAC over
+both numbers and the description. The secret itself is never sent. Without a secret, the key is
+empty, and any process that reaches the port can join.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from executor.processes.sockets import Connection, HostError, Peer
 
 SECRET, SECRET_FILE = "MESHWRIGHT_SECRET", "MESHWRIGHT_SECRET_FILE"
 ONCE = "MESHWRIGHT_SECRET_ONCE"
-"""A file like SECRET_FILE that a launcher wrote for one start; removed once all have met."""
+"""Like SECRET_FILE, for a file of one start, which is removed once all processes have met."""
 LONGEST = 4096
-"""Bytes of a message of a process that has not joined."""
+"""Maximum size of a message of a process that has not joined, in bytes."""
 LONGEST_HOST = 255
 ANSWER_S = 5.0
-"""How long one try to connect may take."""
+"""Maximum duration of one attempt to connect, in seconds."""
 
 log = logging.getLogger("meshwright")
 
@@ -37,7 +37,7 @@ def read_secret(environment: Mapping[str, str]) -> bytes:
     """The job's shared secret; empty if there is none.
 
     Args:
-        environment: MESHWRIGHT_SECRET, or MESHWRIGHT_SECRET_FILE, a file that holds it.
+        environment: has MESHWRIGHT_SECRET, or MESHWRIGHT_SECRET_FILE, which names a file with it.
 
     Raises:
         HostError: the file can't be read, or is empty.
@@ -57,44 +57,44 @@ def read_secret(environment: Mapping[str, str]) -> bytes:
 
 
 def forget_secret(environment: Mapping[str, str]) -> None:
-    """Remove a file that was written for this start."""
+    """Remove the secret file that was written for this start, if there is one."""
     if environment.get(ONCE) and not environment.get(SECRET):
         Path(environment[ONCE]).expanduser().unlink(missing_ok=True)
 
 
 def new_number() -> str:
-    """A number drawn at random, 32 hexadecimal digits."""
+    """A random number, 32 hexadecimal digits."""
     return secrets.token_hex(16)
 
 
 def new_secret() -> dict[str, str]:
-    """The variable with a secret for one start of a job: the user's, or a new one."""
+    """Environment variables with the secret for one start: those of the user, or a new one."""
     users = {name: os.environ[name] for name in (SECRET, SECRET_FILE) if os.environ.get(name)}
     return users or {SECRET: secrets.token_hex(32)}
 
 
 def proof(secret: bytes, side: str, numbers: tuple[str, str], says: Mapping[str, Any]) -> str:
-    """What only who knows the secret can say.
+    """The proof that a side knows the secret.
 
     Args:
-        secret: of the job.
+        secret: the job's secret.
         side: "joins" or "listens".
-        numbers: of who joins, and of who listens.
-        says: what that side says of itself.
+        numbers: the random numbers of the side that joins and of the side that listens.
+        says: the side's description of itself.
     """
     text = json.dumps([side, *numbers, says], sort_keys=True)
     return hmac.new(secret, text.encode(), hashlib.sha256).hexdigest()
 
 
 def is_proof(given: Any, *expected: Any) -> bool:
-    """Whether a proof is that of ``proof(*expected)``, in a time that says nothing of it."""
+    """Whether a proof equals ``proof(*expected)``; the comparison takes constant time."""
     return isinstance(given, str) and hmac.compare_digest(
         given.encode("utf-8", "replace"), proof(*expected).encode()
     )
 
 
 def read_peer(says: Any, processes: int) -> Peer:
-    """Who another process says that it is.
+    """The identity of another process, from its description of itself.
 
     Raises:
         ValueError: a field is missing, of another type or out of range; says which.
@@ -113,13 +113,13 @@ def read_peer(says: Any, processes: int) -> Peer:
 
 @dataclass(frozen=True)
 class Greeting:
-    """What a process says when it joins, or when another joins it.
+    """One end of the handshake: of a process that joins, or that another process joins.
 
     Attributes:
         job: name of the job.
-        secret: of the job; empty if there is none.
-        processes: how many the job has.
-        me: the process.
+        secret: the job's secret; empty if there is none.
+        processes: number of processes of the job.
+        me: this process.
     """
 
     job: str
@@ -129,12 +129,12 @@ class Greeting:
 
     @property
     def says(self) -> dict[str, Any]:
-        """What the process says of itself."""
+        """The description of this process that is sent."""
         return {"processes": self.processes, **self.me.__dict__}
 
     def heard(self, line: Connection) -> tuple[bool, Any]:
-        """Whether the other end belongs to the job, and what it says of itself. Logs an error if it
-        names the job and does not know the secret."""
+        """Whether the other end belongs to the job, and its description of itself. Logs an error if
+        it names the job but does not know the secret."""
         until = time.monotonic() + ANSWER_S
         first = line.receive(LONGEST, until) or {}
         if first.get("job") != self.job:  # not ours: another job, or a port scan
@@ -153,14 +153,14 @@ class Greeting:
         """Join the process at the other end.
 
         Args:
-            line: to it.
+            line: the connection to it.
             where: its address, for messages.
 
         Returns:
             That process; None if it belongs to another job, or does not answer in time.
 
         Raises:
-            HostError: it does not know the secret, or refuses this process.
+            HostError: that process does not know the secret, or refuses this process.
         """
         says, number = self.says, new_number()
         line.send({"job": self.job, "number": number, "says": says})

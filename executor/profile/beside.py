@@ -1,4 +1,4 @@
-"""Measured times beside those of a plan: the step, each collective, each line."""
+"""Compares measured times with those of a plan: the step, each collective, each line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from planner.plan.plan import Plan
 
 @dataclass(frozen=True)
 class Row:
-    """Seconds and runs in a step, planned and measured; ``causes``: what the plan says of them."""
+    """Seconds and runs per step, planned and measured; ``causes``: their causes in the plan."""
 
     kind: str
     line: str
@@ -27,15 +27,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Beside:
-    """A profile beside a plan; times are those of one device in one step.
+    """A profile compared with a plan; times are those of one device in one step.
 
     Attributes:
         program, devices, runs: what was traced.
-        cluster: that of the plan.
-        step_s, planned_step_s: of a step; measured is the median.
-        compute_s, collective_s: busy with computing, and in collectives, which may overlap.
-        collectives: by kind and line, the most measured time first.
-        lines: of computing by line, likewise; planned counts are not known (0).
+        cluster: the cluster of the plan.
+        step_s, planned_step_s: time of a step; the measured one is the median.
+        compute_s, collective_s: busy time of computation and of collectives, which may overlap.
+        collectives: rows by kind and line, with the largest measured time first.
+        lines: rows of computation by line, in the same order; planned counts are unknown (0).
     """
 
     program: str
@@ -53,14 +53,14 @@ class Beside:
 
 
 _USE, _ARGUMENT = "use of ", "args"
-"""How a plan and a compiled program name what is done to an argument."""
+"""Prefixes for uses of an argument: of causes in a plan, of names in a compiled program."""
 
 
 def check_belongs(plan: Plan, program: Program) -> None:
-    """Refuse a plan of another step, by the devices and the arguments of the program.
+    """Check that a plan is for this program, by its number of devices and its arguments.
 
     Raises:
-        RequestError: says what differs.
+        RequestError: the plan is for another program; says what differs.
     """
     planned = plan.mesh.num_devices
     if program.partitions != planned:
@@ -80,10 +80,10 @@ def check_belongs(plan: Plan, program: Program) -> None:
 
 
 def beside(plan: Plan, program: Program, timings: Timed) -> Beside:
-    """Put what was measured of a program beside its plan.
+    """Compare the measured times of a program with its plan.
 
-    Collectives are matched by kind and line. Compilers replace one kind by another and join
-    several to one, so a plan's row may stand beside none of its kind: compare the line's sum.
+    Collectives are matched by kind and line. Compilers replace one kind by another and combine
+    several into one, so a row of the plan may have no match of its kind: compare sums per line.
     """
     planned: dict[tuple[str, str], list[float]] = {}
     causes: dict[tuple[str, str], dict[str, None]] = {}
@@ -140,7 +140,7 @@ def beside(plan: Plan, program: Program, timings: Timed) -> Beside:
 
 
 def _ordered(rows: Iterable[Row]) -> tuple[Row, ...]:
-    """The most measured time first."""
+    """Rows in descending order of measured time."""
     return tuple(sorted(rows, key=lambda r: (-r.measured_s, -r.planned_s, r.kind, r.line)))
 
 

@@ -1,4 +1,4 @@
-"""``planner profile DIR``: a traced run beside its plan."""
+"""``planner profile DIR``: compares a traced run with its plan."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from planner.report.layout import add_row, new_table, pairs, plain_text, section
 from planner.report.units import count_text, percent_text, time_text
 
 SHOWN = 20
-"""Rows of a table."""
+"""Maximum number of rows in a table."""
 LARGEST = 1 << 30
 _MORE = """\
 DIR is the folder of train(..., directory=DIR, profile=(first, last)). It has the trace, the plan

@@ -1,9 +1,10 @@
-"""Kernels that a GPU ran as a part of a CUDA graph, by the instructions that they come from.
+"""Finds the instructions of kernels that a GPU ran as part of a CUDA graph.
 
-XLA:GPU runs most of a step as graphs (command buffers), and the profiler then has only the graph's
-name for the instruction, with the kernel's. XLA's kernels are named after their instruction
-(``loop_add_fusion_6`` for ``loop_add_fusion.6``). Those of libraries are not: such a kernel is
-the next call of a library behind the instruction that ran before it, in the order of the module.
+XLA:GPU runs most of a step as graphs (command buffers). The profiler then records the name of the
+graph in place of the instruction's, and the name of the kernel. XLA's kernels are named after their
+instruction (``loop_add_fusion_6`` for ``loop_add_fusion.6``). Library kernels are not: such a
+kernel is assigned to the next library call after the instruction that ran before it, in the order
+of the module.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from executor.profile.reading import Event
 
 _PLAIN = re.compile(r"\W")
 _HELPERS = ("Memset", "Memcpy")
-"""Kernels that prepare a call of a library; their time counts for the instruction before."""
+"""Prefixes of kernels that prepare a library call; their time counts for the one before."""
 
 
 def named(events: Iterable[Event], program: Program) -> Iterator[Event]:
-    """The events, those of kernels in graphs with the instruction's name in place of the graph's;
-    ``OTHER`` where none is found. Those of other programs pass as they are."""
+    """The events; kernels in graphs get the name of their instruction in place of the graph's, or
+    ``OTHER`` if it is unknown. Events of other programs are unchanged."""
     known = {_PLAIN.sub("_", name): name for name in reversed(program.order)}
     place = {name: k for k, name in enumerate(program.order)}
     last: dict[int, str] = {}
@@ -44,7 +45,7 @@ def named(events: Iterable[Event], program: Program) -> Iterator[Event]:
 
 
 def _next(program: Program, at: int, collective: bool) -> str:
-    """The next collective, or call of a library, of the computation that holds an instruction."""
+    """The next collective or library call after an instruction, in the same computation."""
     for name in program.order[at + 1 :]:
         if not name:  # the computation ends
             break

@@ -1,4 +1,4 @@
-"""What the executor does about the decisions of a plan, besides shardings and host memory."""
+"""Applies the decisions of a plan, except for shardings and host memory."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from planner.errors import PlanMismatchError
 from planner.plan.plan import Plan
 
 Applied = Callable[[str, Any], Any]
-"""From an option, as the plan's list has it, and a value that was just made to what takes its
-place."""
+"""(option as in the plan, value that was just computed) -> the value that replaces it."""
 
 APPLIED: dict[str, Applied] = {}
-"""By the name of a decision (``planner.space.decisions``). Host memory is not here: arguments and
-results are placed by ``compile``."""
+"""Functions by the name of a decision (``planner.space.decisions``). Host memory is not here:
+``compile`` places arguments and results."""
 
 
 def applied(plan: Plan) -> Mapping[tuple[int, int], Callable[[Any], Any]]:
-    """By operation and result, what is done to the result.
+    """The functions that are applied to results, by operation and result.
 
     Raises:
         PlanMismatchError: the plan has a decision that this version cannot carry out.
@@ -35,6 +34,6 @@ def applied(plan: Plan) -> Mapping[tuple[int, int], Callable[[Any], Any]]:
 
 
 def _then(before: Callable[[Any], Any] | None, decision: str, option: str) -> Callable[[Any], Any]:
-    """One thing after another."""
+    """A function that applies ``before``, and then the decision."""
     apply = APPLIED[decision]
     return lambda x: apply(option, x if before is None else before(x))

@@ -44,8 +44,8 @@ class LoweredPlan:
         joined: jax mesh axes that change together.
         scatters: products followed by explicit reduce-scatters, by operation.
         plain_layout: operations whose results are held to the default layout.
-        apart: operations that what reads their result is not compiled into.
-        kernels: kernels of the user's that run on shards, by operation.
+        apart: operations that are not compiled together with those that read their results.
+        kernels: user kernels that run on shards, by operation.
         turned: products that are computed without the transpose beside them, by operation.
     """
 
@@ -114,7 +114,7 @@ def _rank(traced: Traced, place: Place) -> int:
 
 @dataclass(frozen=True)
 class _Speller:
-    """Writes a plan's shardings in the axes of the jax mesh."""
+    """Translates a plan's shardings to the axes of the jax mesh."""
 
     names: Mapping[str, tuple[str, ...]]
 
@@ -131,9 +131,9 @@ def _scatters(
     tables: bool,
     sizes: Mapping[str, int],
 ) -> dict[int, Scatter]:
-    """Products whose partial sums the plan reduce-scatters; ``tables``: gradients of tables as
-    well. XLA:GPU reduces those whole where shards lie along two mesh axes, XLA:TPU has layouts of
-    its own for them (``table_gradients``)."""
+    """Products whose partial sums the plan reduce-scatters; ``tables``: also gradients of tables.
+    XLA:GPU reduces these as a whole if shards are along two mesh axes; XLA:TPU has special layouts
+    for them (``table_gradients``)."""
     scatters = {}
     transposes = read_by_transposes(traced.graph)
     for op in traced.graph.ops:
@@ -168,7 +168,7 @@ def _scatters(
         out, whole_spec = speller.spec(want, rank), speller.spec(whole, rank)
         local, sums = LOCAL[op.kind](eqn.params, *ins)
         scatter_spec = tuple(tuple(x for x in e if x in sums) for e in out)
-        # what splits the operands splits the result, and partial sums are scattered inside that
+        # the axes of the operands split the result, and partial sums are scattered inside that
         inside = all(e == m + s for e, m, s in zip(out, whole_spec, scatter_spec, strict=True))
         if (
             local is None
@@ -192,10 +192,10 @@ def _scatters(
 
 
 def table_gradients(traced: Traced, plan: Plan) -> frozenset[int]:
-    """Scatters that make a table's gradient. XLA:TPU gives it the layout of what is scattered, and
-    the table and its moments with it: each is copied before and after the update. Tables whose rows
-    do not fill tiles keep the layout that the compiler likes: the default would pad them. So do
-    tables of several replicas: XLA gathers what is split before it holds it to a layout."""
+    """Scatters that compute a table's gradient. XLA:TPU gives it the layout of the updates, and so
+    the table and its moments: each is copied before and after the update. Tables whose rows do not
+    fill tiles keep the compiler's layout; the default would pad them. So do tables of several
+    replicas: XLA gathers a split array before it sets its layout."""
     graph, out = traced.graph, set()
     for c in plan.constraints:
         op = graph.ops[c.op]
@@ -223,9 +223,9 @@ def stages(
     permutes shards is one step.
 
     Args:
-        before, after: on one mesh.
-        shape: of the array.
-        joined: axes that move together, where a sharding does not separate them.
+        before, after: shardings on one mesh.
+        shape: shape of the array.
+        joined: axes that move together, unless a sharding separates them.
 
     Source: the order of Shardy's pass sdy-reshard-to-collectives.
     """
@@ -254,7 +254,7 @@ def stages(
 
 
 def _joins(spec: Spec, groups: Mapping[str, tuple[str, ...]]) -> bool:
-    """Whether every group stands whole and in order in one dimension, or nowhere."""
+    """Whether the axes of each group are together and in order in one dimension, or unused."""
     for first, parts in groups.items():
         present = [e for e in spec if set(parts) & set(e)]
         if not present:
@@ -268,13 +268,13 @@ def _joins(spec: Spec, groups: Mapping[str, tuple[str, ...]]) -> bool:
 
 
 def _join(spec: Spec, groups: Mapping[str, tuple[str, ...]]) -> Spec:
-    """Each group by its first axis."""
+    """A sharding with each group replaced by its first axis."""
     inner = {x for parts in groups.values() for x in parts[1:]}
     return tuple(tuple(x for x in e if x not in inner) for e in spec)
 
 
 def _permuted(here: Spec, goal: Spec, sizes: Mapping[str, int]) -> bool:
-    """Whether slices and one permutation of shards are all that a change takes."""
+    """Whether a change consists of slices and one permutation of shards only."""
     axes = tuple(sizes)
     order = {x: k for k, x in enumerate(axes)}
     if any(list(e) != sorted(e, key=order.__getitem__) for e in (*here, *goal)):
@@ -288,7 +288,7 @@ def _permuted(here: Spec, goal: Spec, sizes: Mapping[str, int]) -> bool:
 
 
 def _step(here: Spec, goal: Spec) -> Spec | None:
-    """One step on the way, None where there is none."""
+    """The next step from ``here`` to ``goal``; None if there is none."""
     used = {x: d for d, entry in enumerate(here) for x in entry}
     for d, (have, want) in enumerate(zip(here, goal, strict=True)):
         if len(have) < len(want) and want[: len(have)] == have and want[len(have)] not in used:
@@ -346,7 +346,7 @@ class LoweredStep(ConstrainedStep):
     def operation(self, eqn: Any, ins: list[Any]) -> Sequence[Any]:
         """Evaluate an operation; a scattered product is evaluated together with its transpose."""
         op, name = self.next, eqn.primitive.name
-        if op in self.computed:  # with the product before it
+        if op in self.computed:  # together with the product before it
             self.step(name)
             return ins
         how = self.lowered.scatters.get(op)
@@ -354,7 +354,7 @@ class LoweredStep(ConstrainedStep):
             return self.kernel(eqn, op, ins)
         if op in self.lowered.turned:
             return [self.turned(eqn, op, ins, self.lowered.turned[op])]
-        if op in self.done:  # with the product before it
+        if op in self.done:  # together with the product before it
             self.step(name)
             x = self.at(op, "in", 0, ins[0])
             return [self.at(op, "out", 0, self.at(op, "made", 0, x))]
@@ -375,8 +375,8 @@ class LoweredStep(ConstrainedStep):
         return [super().constrained(product, out)]
 
     def plain(self, x: Any) -> Any:
-        """``x`` in the default layout, said of each shard: of the whole array the compiler gathers
-        what is split along two dimensions before it holds it to a layout."""
+        """``x`` in the default layout, which is set for each shard. If it is set for the whole
+        array, the compiler first gathers an array that is split along two dimensions."""
         sharding = self.held[id(x)][1]
         spec = sharding.spec
         laid_out = jax.shard_map(
@@ -394,7 +394,7 @@ class LoweredStep(ConstrainedStep):
         return self.at(op, "out", 0, self.at(op, "made", 0, product))
 
     def on_shards(self, eqn: Any, ins: list[Any]) -> list[Any]:
-        """The results of a ``shard_map``, on this mesh where it has the axes of the user's."""
+        """The results of a ``shard_map``, on this mesh if it has the axes of the user's mesh."""
         shape, user_mesh = self.lowered.mesh.shape, eqn.params["mesh"]
         if all(shape.get(name) == size for name, size in region_axes(eqn).items() if size > 1):
             abstract = getattr(user_mesh, "abstract_mesh", user_mesh)

@@ -16,7 +16,7 @@ from planner.plan.plan import Plan
 from planner.spec import MeshSpec, Sharding
 
 MEMORY_SHARES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
-"""Variables that say which share of a GPU's memory JAX takes, the newer first."""
+"""Environment variables for the share of a GPU's memory that JAX takes, the newer first."""
 
 
 Axes = Mapping[str, tuple[tuple[str, int], ...]]
@@ -35,10 +35,11 @@ def _themselves(mesh: MeshSpec) -> Axes:
 
 
 def physical_axes(mesh: MeshSpec, shape: Sequence[int]) -> Axes:
-    """One axis for every dimension of the cluster, or part of one, under an axis of the mesh.
+    """The jax mesh axes of each axis of the mesh: one for every dimension of the cluster, or part
+    of a dimension, that it covers.
 
     Devices are numbered in row-major order over ``mesh.sizes`` and over ``shape`` alike, so an axis
-    covers a run of dimensions. Where sizes do not divide, the axes stand for themselves.
+    covers consecutive dimensions. If sizes do not divide, the axes stand for themselves.
 
     >>> axes = physical_axes(MeshSpec(("fsdp", "model"), (8, 8)), (4, 4, 4))
     >>> axes["fsdp"], axes["model"]
@@ -60,7 +61,7 @@ def physical_axes(mesh: MeshSpec, shape: Sequence[int]) -> Axes:
         names = [f"{name}_{k}" for k in range(len(parts))] if len(parts) > 1 else [name]
         out[name] = tuple(zip(names, parts or [1], strict=True))
     if len({x for parts in out.values() for x, _ in parts}) < sum(map(len, out.values())):
-        return _themselves(mesh)  # a name that is taken
+        return _themselves(mesh)  # two axes with the same name
     return {name: out[name] for name in mesh.names}
 
 
@@ -68,7 +69,7 @@ def build_mesh(
     mesh: MeshSpec, devices: Sequence[jax.Device] | None = None, axes: Axes | None = None
 ) -> jax.sharding.Mesh:
     """A jax mesh with Auto axes over the first ``mesh.num_devices`` devices, row-major (TPUs by
-    their coordinates); ``axes``: what each axis stands for (itself).
+    their coordinates); ``axes``: the jax axes of each mesh axis; by default, itself.
 
     Raises:
         RequestError: fewer devices are present than the mesh needs.
@@ -119,13 +120,13 @@ def _torus_text(devices: Sequence[jax.Device]) -> str | None:
 
 
 def make_cpu_devices(count: int) -> None:
-    """Ask jax for virtual CPU devices, unless it has started or ``XLA_FLAGS`` says how many."""
+    """Configure virtual CPU devices, unless jax has started or ``XLA_FLAGS`` sets the number."""
     if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
         return
     try:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:
-        return  # jax has started; who needs them says what to do if there are too few
+        return  # jax has started; callers raise an error if there are too few devices
 
 
 def named_sharding(
@@ -134,8 +135,8 @@ def named_sharding(
     memory: str | None = None,
     axes: Axes | None = None,
 ) -> jax.sharding.NamedSharding:
-    """A plan's sharding on a jax mesh, in a memory of the devices (None: their own); ``axes``: what
-    each axis stands for (itself)."""
+    """A plan's sharding on a jax mesh, in a memory kind of the devices (None: the default one);
+    ``axes``: the jax axes of each mesh axis; by default, itself."""
     if axes is not None:
         dims = tuple(tuple(x for name in dim for x, _ in axes[name]) for dim in spec.dims)
         spec = Sharding(dims)
@@ -144,7 +145,7 @@ def named_sharding(
 
 
 def lacks_memory(devices: Sequence[jax.Device], kind: str) -> bool:
-    """Whether devices say that they have no memory of a kind (described GPUs say nothing)."""
+    """Whether devices lack a memory kind; False if they list none, as described GPUs do."""
     kinds = [m.kind for m in devices[0].addressable_memories()]
     return bool(kinds) and kind not in kinds
 
@@ -154,7 +155,7 @@ def detect_cluster(devices: Sequence[jax.Device] | None = None) -> str:
     (by the coordinates of TPUs).
 
     Raises:
-        RequestError: a device kind that the catalog lacks; pass ``cluster=`` then.
+        RequestError: the catalog lacks the device kind; pass ``cluster=`` then.
     """
     present = list(jax.devices() if devices is None else devices)
     first, count = present[0], len(present)
@@ -174,17 +175,17 @@ def detect_cluster(devices: Sequence[jax.Device] | None = None) -> str:
 
 
 def detected_memory(cluster: str, devices: Sequence[jax.Device] | None = None) -> float | None:
-    """Bytes per GPU that JAX may take where its environment says so; None leaves the catalog's.
+    """Bytes per GPU that JAX may take, if its environment sets them; None: those of the catalog.
 
     JAX takes the share ``XLA_CLIENT_MEM_FRACTION`` (formerly ``XLA_PYTHON_CLIENT_MEM_FRACTION``)
     of a GPU's memory.
 
     Args:
         cluster: from ``detect_cluster``.
-        devices: as there.
+        devices: as for ``detect_cluster``.
 
     Raises:
-        RequestError: the variable is no share between 0 and 1.
+        RequestError: the variable is not a share between 0 and 1.
     """
     name = next((n for n in MEMORY_SHARES if os.environ.get(n)), None)
     present = list(jax.devices() if devices is None else devices)

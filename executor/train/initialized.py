@@ -1,4 +1,4 @@
-"""The first state of a step, each array made on the devices that store it."""
+"""The initial state of a step; each array is made on the devices that store it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from planner.errors import ModelError, RequestError
 
 @dataclass(frozen=True)
 class _Made:
-    """What a function made: its arrays, and how to put others in their places."""
+    """A state, split into its arrays and a function that rebuilds it from other arrays."""
 
     arrays: list[Any]
     rebuild: Callable[[Sequence[Any]], Any]
 
     @staticmethod
     def of(state: Any) -> _Made:
-        """Take it apart; NNX objects by their States, so that what they share stays shared."""
+        """Split a state; NNX objects become their States, so that shared arrays stay shared."""
         pure, graph, _ = nnx_graph.split(state)
         leaves, tree = jax.tree_util.tree_flatten(pure)
         arrays = [k for k, x in enumerate(leaves) if isinstance(x, jax.Array)]
@@ -46,25 +46,25 @@ def init(
     unpack: bool = False,
     **keywords: Any,
 ) -> Any:
-    """The state that a step begins with, sharded as its plan stores it.
+    """The initial state of a step, sharded as its plan stores it.
 
     ``make_state`` is traced for its shapes, the step is planned for them, and ``make_state`` is
-    compiled with the plan's shardings for its results: no device or host ever holds an array whole
-    that the plan splits. The numbers are those of ``make_state()``.
+    compiled with the plan's shardings for its results. So no device or host ever holds a whole
+    array that the plan splits. The values are those of ``make_state()``.
 
     Args:
         step: from ``parallelize`` or ``compile_plan``.
-        make_state: without arguments; gives the step's first argument, a pytree of arrays, Flax NNX
-            objects or Equinox modules.
+        make_state: a function without arguments that returns the step's first argument, a pytree of
+            arrays, Flax NNX objects or Equinox modules.
         *rest: the step's other arguments, arrays or ShapeDtypeStructs.
-        **keywords: likewise.
-        unpack: ``make_state`` gives a tuple of the step's first arguments, not one argument.
+        **keywords: its keyword arguments, likewise.
+        unpack: ``make_state`` returns a tuple of the step's first arguments, not one argument.
 
     Returns:
-        What ``make_state`` gives.
+        The result of ``make_state``.
 
     Raises:
-        RequestError: ``make_state`` gives no tuple under ``unpack``; or planning fails.
+        RequestError: ``make_state`` returns no tuple under ``unpack``, or planning fails.
         ModelError: the step fails for these arguments.
     """
     if not hasattr(step, "prepare"):

@@ -21,7 +21,7 @@ KINDS: Mapping[str, type] = {
     "evaluate_every": int,
     "progress": bool,
 }
-"""Options that a file may have, and what they are; ``profile`` is a list of two numbers."""
+"""Options that a file may set, and their types; ``profile`` is a list of two numbers."""
 
 
 def train_options(folder: str | Path = ".") -> dict[str, Any]:
@@ -35,7 +35,7 @@ def train_options(folder: str | Path = ".") -> dict[str, Any]:
         folder: where to look for the file first.
 
     Raises:
-        RequestError: the file can't be read, an option is unknown, or a value is none of its kind.
+        RequestError: the file can't be read, an option is unknown, or a value has the wrong type.
     """
     options: dict[str, Any] = {}
     config = find_config(Path(folder).absolute())
@@ -58,7 +58,7 @@ def train_options(folder: str | Path = ".") -> dict[str, Any]:
 
 
 def config_lines(folder: str | Path = ".") -> str:
-    """Every option of ``train`` with what the file and the environment set, a line each."""
+    """Every option of ``train`` with its value from the file or environment, one per line."""
     options = train_options(folder)
     rows = [(name.replace("_", "-"), str(options.get(name, "-"))) for name in (*KINDS, "profile")]
     width = max(len(name) for name, _ in rows)
@@ -66,7 +66,7 @@ def config_lines(folder: str | Path = ".") -> str:
 
 
 def _read(name: str, text: str) -> Any:
-    """A value of the environment; what is no number or truth value stays a text."""
+    """A value from the environment; one that is neither a number nor a Boolean stays text."""
     if name == "profile":
         return [int(x) if x.strip().isdecimal() else x for x in text.split(",")]
     kind = KINDS[name]

@@ -1,4 +1,4 @@
-"""What of a training state is saved: its arrays, in the form in which a step is planned.
+"""The saved part of a training state: its arrays, in the form in which a step is planned.
 
 Flax NNX objects are saved as their States. Functions and other static leaves, as Equinox modules
 have them, are not saved: they come from the script.
@@ -18,20 +18,20 @@ def arrays_of(state: Any) -> Any:
     """A state with States for its NNX objects, and None for static leaves.
 
     Args:
-        state: a pytree, of NNX objects too.
+        state: a pytree, which may have NNX objects.
     """
     return parted(split(state)[0])[0]
 
 
 def with_arrays(state: Any, arrays: Any) -> Any:
-    """A state that holds other arrays.
+    """A state with other arrays.
 
     Args:
-        state: gives its form; its NNX objects are updated in place.
-        arrays: of the form of ``arrays_of(state)``.
+        state: determines the structure; its NNX objects are updated in place.
+        arrays: arrays with the structure of ``arrays_of(state)``.
 
     Returns:
-        The state: the same NNX objects, static leaves of ``state``.
+        The state, with the same NNX objects and with the static leaves of ``state``.
     """
     pure, graph, _ = split(state)
     _, partition = parted(pure)

@@ -1,7 +1,7 @@
-"""Metrics to TensorBoard, Weights & Biases and CLU, through their own libraries.
+"""Writes metrics to TensorBoard, Weights & Biases and CLU, through their libraries.
 
-Each function makes an ``on_metrics`` for ``train``; several may be given as a list. Only process 0
-writes. The libraries are extras: ``meshwright[tensorboard]``, ``[wandb]``, ``[clu]``.
+Each function returns an ``on_metrics`` for ``train``, which also takes a list of them. Only process
+0 writes. The libraries are extras: ``meshwright[tensorboard]``, ``[wandb]``, ``[clu]``.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ OnMetrics = Callable[[int, Mapping[str, float]], None]
 
 
 def tensorboard(directory: str | Path) -> OnMetrics:
-    """Write event files that TensorBoard shows, by ``tensorboardX``.
+    """Write event files for TensorBoard with ``tensorboardX``.
 
     Args:
-        directory: of the event files.
+        directory: directory of the event files.
 
     Raises:
         RequestError: the library is not installed.
@@ -44,7 +44,7 @@ def wandb(run: Any = None, **settings: Any) -> OnMetrics:
 
     Args:
         run: what ``wandb.init`` returned; None starts one.
-        **settings: of ``wandb.init``, such as ``project``.
+        **settings: arguments of ``wandb.init``, such as ``project``.
 
     Raises:
         RequestError: the library is not installed, or both a run and settings are given.
@@ -64,8 +64,8 @@ def wandb(run: Any = None, **settings: Any) -> OnMetrics:
 
 
 def clu(writer: Any) -> OnMetrics:
-    """Write by a CLU metric writer (``clu.metric_writers.create_default_writer(...)``), which
-    flushes when it likes.
+    """Write with a CLU metric writer (``clu.metric_writers.create_default_writer(...)``), which
+    decides when to flush.
 
     Args:
         writer: anything with ``write_scalars(step, scalars)``.
@@ -84,7 +84,7 @@ def clu(writer: Any) -> OnMetrics:
 
 
 def _nothing(step: int, metrics: Mapping[str, float]) -> None:
-    """What the other processes write."""
+    """Write nothing, in processes other than 0."""
 
 
 def _library(name: str, extra: str) -> Any:

@@ -1,4 +1,4 @@
-"""Is a plan right? Numbers against the unsharded run, collectives against the compiled module."""
+"""Checks a plan: results against an unsharded run, collectives against the compiled module."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class CheckReport:
 
 
 def check(function: Callable[..., Any], plan: Plan, *args: Any) -> CheckReport:
-    """Run one step under ``plan`` and unsharded on one device, and compare. Under a plan with
-    statistics of each microbatch, what runs on one device is the step in the same microbatches.
+    """Run one step under ``plan`` and unsharded on one device, and compare. If the plan has
+    statistics of each microbatch, the step on one device runs in the same microbatches.
 
     Args:
         function: the step.

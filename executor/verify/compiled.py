@@ -1,4 +1,4 @@
-"""Climb the rungs: lower and compile a plan's step, compare with its predictions."""
+"""Lowers and compiles a plan's step, and compares both results with its predictions."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ def climb(
     tolerances: Tolerances | None = None,
     require_compiled: bool = False,
 ) -> Verification:
-    """What compilers make of a step under a plan, beside what the plan predicts.
+    """Lower and compile a step under a plan, and compare with the plan's predictions.
 
     Args:
         traced: the step, as ``planner.graph.trace.trace`` returns it.
         plan: its plan.
-        cluster: whose compiler is used; with the plan's number of devices.
-        donate_argnums: as for ``jax.jit``; None donates what the plan takes to be donated, the
-            arguments that come back as results.
-        tolerances: what is judged; None: nothing.
-        require_compiled: whether an absent compiler is an error.
+        cluster: the cluster whose compiler is used, with at least the plan's number of devices.
+        donate_argnums: as for ``jax.jit``; None donates the arguments that the plan assumes to be
+            donated, those that come back as results.
+        tolerances: tolerances for what is judged; None: nothing is judged.
+        require_compiled: whether a missing compiler is an error.
 
     Raises:
         PlanMismatchError: the plan is for another step.
-        RequestError: the cluster has another number of devices, the compiler refused the step, or
-            it is required and absent (CompilerAbsentError).
+        RequestError: the cluster has too few devices, the compiler refused the step, or it is
+            required and missing (CompilerAbsentError).
     """
     tolerances = tolerances or Tolerances()
     if cluster.num_devices < plan.mesh.num_devices:
@@ -66,7 +66,7 @@ def climb(
 
 
 def carried_argnums(plan: Plan) -> tuple[int, ...]:
-    """Numbers of the arguments of which a part comes back as a result."""
+    """Indices of the arguments of which at least a part comes back as a result."""
     return tuple(
         sorted({int(leaf.path[1:].partition("]")[0]) for leaf in plan.inputs if leaf.tied})
     )

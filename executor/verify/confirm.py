@@ -47,7 +47,7 @@ MOST_AT_ONCE = 4
 CACHE = "MESHWRIGHT_CACHE"
 """Environment variable: cache directory for compilation results; empty disables the cache."""
 
-_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # what else decides a compilation
+_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # these also affect a compilation
 _PACKAGES = {"torus": "libtpu", "hierarchy": "jax-cuda12-pjrt"}
 
 
@@ -69,8 +69,8 @@ def confirm(
         seconds: no compilation starts after this time.
 
     Returns:
-        Index into ``plans``, and that plan with ``confirmed`` and ``lowering`` set. If the compiler
-        is missing or rejects all candidates, the first plan, with a note.
+        Index into ``plans``, and that plan with ``confirmed`` and ``lowering`` set. It is the first
+        plan, with a note, if the compiler is missing or rejects all candidates.
     """
     begun, first = time.perf_counter(), plans[0]
     package = _PACKAGES.get(cluster.kind, "")
@@ -119,7 +119,7 @@ Tried = tuple[int, Plan, CompiledRow]
 
 
 def _rank(tried: Tried) -> tuple[bool, bool, float]:
-    """Order: fits, compiled, fast."""
+    """Sort key: candidates that compile first, then those that fit, then the fastest."""
     row = tried[2]
     return row.step_s == 0.0, bool(row.verdict), row.step_s
 

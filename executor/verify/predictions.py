@@ -1,13 +1,13 @@
-"""A plan's predictions beside what compilers make of the step.
+"""Compare a plan's predictions with the programs that compilers make of the step.
 
-Rungs, each without accelerators: ``shardy`` (the partitioner in jaxlib) and ``compiled`` (the
-production compiler, ahead of time). What is compared, per device and step:
+There are two rungs, and neither needs accelerators: ``shardy`` (the partitioner in jaxlib) and
+``compiled`` (the production compiler, ahead of time). They compare, per device and step:
 
 - ``peak memory``: the plan's ``prediction.peak_bytes`` with argument + output + temp - alias of the
   compiler's ``memory_analysis()``;
-- ``wire bytes``, in all and by kind of collective: the plan's collectives with those found, under
-  the conventions of `executor.verify.hlo`. A compiler replaces one kind by another (an all-gather
-  by a loop of permutes, say), so only the sum is judged;
+- ``wire bytes``, in all and by kind of collective: the plan's collectives with the program's, under
+  the conventions of `executor.verify.hlo`. A compiler may replace one kind by another (such as an
+  all-gather by a loop of permutes), so only the sum is judged;
 - ``compute seconds`` (TPU): ``prediction.compute_s`` with the compiler's ``estimated_cycles`` over
   the clock.
 """
@@ -30,10 +30,10 @@ COMMUNICATION, MEMORY, COMPUTE = "communication", "memory", "compute"
 
 @dataclass(frozen=True)
 class Row:
-    """One predicted quantity and what was found; both in ``unit`` ("bytes" or "s").
+    """One predicted quantity and its actual value ``found``, both in ``unit`` ("bytes" or "s").
 
-    ``tolerance`` is the largest difference relative to the prediction that passes; None: not
-    judged. ``predicted_count`` and ``found_count`` are runs of collectives a step.
+    ``tolerance`` is the largest difference, relative to the prediction, that passes; None: not
+    judged. ``predicted_count`` and ``found_count`` are runs of collectives per step.
     """
 
     quantity: str
@@ -59,7 +59,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Rung:
-    """One rung: its comparisons, or in ``absent`` why it was not climbed. ``notes`` are caveats."""
+    """One rung: its comparisons, or in ``absent`` why it was skipped. ``notes`` are caveats."""
 
     name: str
     rows: tuple[Row, ...] = ()
@@ -78,7 +78,7 @@ class Tolerances:
 
 @dataclass(frozen=True)
 class Verification:
-    """The rungs that were climbed for one plan."""
+    """The rungs that were run for one plan."""
 
     plan: Plan
     rungs: tuple[Rung, ...] = field(default=())
@@ -90,7 +90,7 @@ class Verification:
 
 
 def planned_wire(plan: Plan) -> dict[str, tuple[float, float]]:
-    """Per kind of collective of a plan: runs a step, and bytes that a device sends a step."""
+    """Per kind of collective in a plan: runs per step, and bytes that a device sends per step."""
     sizes = dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True))
     return _by_kind(
         (row.kind, row.count, row.payload_bytes, math.prod(sizes[a] for a in row.axes))
@@ -128,7 +128,7 @@ def communication_rows(
 
 
 def compiled_rung(plan: Plan, compiled: Compiled, cluster: Cluster, tolerances: Tolerances) -> Rung:
-    """What the production compiler made of the step."""
+    """Compare the plan with the program of the production compiler."""
     predicted = plan.prediction
     rows = [
         Row("peak memory", "bytes", predicted.peak_bytes, compiled.peak_bytes, tolerances.memory)
@@ -145,8 +145,8 @@ def compiled_rung(plan: Plan, compiled: Compiled, cluster: Cluster, tolerances: 
 def shardy_rung(
     plan: Plan, collectives: Sequence[tuple[str, float, float, int]], tolerances: Tolerances
 ) -> Rung:
-    """What Shardy's partitioning made of it; each of ``collectives``: (kind, count, payload bytes,
-    members)."""
+    """Compare the plan with Shardy's partitioning, whose ``collectives`` are (kind, count, payload
+    bytes, members)."""
     planner_rows = [row for row in plan.collectives if row.cause != REGION]
     compared = dataclasses.replace(plan, collectives=tuple(planner_rows))
     rows = communication_rows(compared, _by_kind(collectives), tolerances.communication)

@@ -1,8 +1,8 @@
-"""What to say when no plan fits in memory: the least peak, who holds it, what would help.
+"""Advice for when no plan fits in memory: the least peak, the values that hold it, what would help.
 
-Everything offered is tried: a relief's peak and step time come from planning, with the fast search
-and little time, or are called an estimate. What changes least comes first: computing parts again,
-host memory, a smaller batch, more devices.
+Suggestions are tried: their peak and step time come from planning, with the fast search and little
+time, or are marked as estimates. The smallest changes come first: rematerialization, host memory, a
+smaller batch, more devices.
 """
 
 from planner.advice.batch import Shapes

@@ -1,4 +1,4 @@
-"""Who holds the memory at a moment."""
+"""The values that hold the memory at a moment."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HOLDERS_SHOWN = 6
 
 
 def holders(extraction: Extraction, moment: int) -> tuple[Holder, ...]:
-    """The values that hold most bytes per device at a moment, equal ones in one row."""
+    """The values that hold the most bytes per device at a moment; equal ones share a row."""
     analysis, graph = extraction.priced.analysis, extraction.graph
     position = {v: k for k, v in enumerate(graph.inputs)}
     rows: dict[tuple[object, ...], list[tuple[str, float]]] = {}
@@ -67,14 +67,14 @@ def holders(extraction: Extraction, moment: int) -> tuple[Holder, ...]:
 
 
 def _of_groups(graph: Graph, b: Buffer) -> Op | None:
-    """The product of groups of rows for which a buffer holds copies, if it does."""
+    """The grouped product whose masked copies of an operand a buffer holds, or None."""
     if b.value < 0 or b.nbytes < 2 * graph.values[b.value].nbytes:
         return None
     return next((op for op in graph.ops if op.kind in RAGGED and b.value in op.inputs), None)
 
 
 def moment_text(extraction: Extraction, moment: int) -> str:
-    """The operation and the line of a moment."""
+    """The operation and the source line at a moment."""
     ops = extraction.graph.ops
     if moment >= len(ops):
         return "the end of the step"

@@ -16,9 +16,9 @@ from planner.search.problem import evaluate, fits, make_solution
 from planner.step.classes import Quotient
 
 LEAST_S = 10.0
-"""Seconds for the least peaks of all meshes together."""
+"""Seconds to minimize the peaks of all meshes together."""
 FOLDED_SHARE = 0.5
-"""Share of them with equal plans for equal parts, which is quick; then they may differ."""
+"""Share of ``LEAST_S`` with equal plans for equal parts, which is fast; then plans may differ."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +28,7 @@ class Least:
     Attributes:
         priced: the whole step on the mesh of the least peak.
         memory: its choice and peak; scalars, which every plan holds, are not counted.
-        lower_bytes: no choice on any mesh tried has a lower peak; 0 when that is not known.
+        lower_bytes: lower bound on the peak on every mesh tried; 0 if that is not known.
     """
 
     priced: Priced
@@ -37,9 +37,10 @@ class Least:
 
 
 def least_plan(quotient: Quotient, tried: Sequence[Tried], request: Request) -> Least:
-    """Minimise the peak on the meshes that were tried, the most promising ones first.
+    """Minimize the peak on the meshes that were tried, the most promising ones first.
 
-    Outside AUTO_PARALLEL the mode says what is sharded, so what the search found stands, unproved.
+    Outside AUTO_PARALLEL the mode decides what is sharded, so the result of the search is returned,
+    without a bound.
     """
     if request.spreads:
         priced, solution = unfold(quotient, choose(tried))
@@ -69,7 +70,7 @@ def least_plan(quotient: Quotient, tried: Sequence[Tried], request: Request) -> 
 
 
 def _folded(quotient: Quotient, part: Priced, seconds: float) -> tuple[Priced, LeastMemory]:
-    """The least peak with equal plans for equal parts; its bound holds for such plans only, unless
+    """The least peak with equal plans for equal parts. Its bound holds for such plans only, unless
     nothing is folded."""
     memory = least_memory(part.problem, time_limit_s=seconds)
     if part.analysis is quotient.whole:
@@ -80,7 +81,7 @@ def _folded(quotient: Quotient, part: Priced, seconds: float) -> tuple[Priced, L
 
 
 def rescued(least: Least, tried: Sequence[Tried], request: Request) -> tuple[Tried, ...]:
-    """What was tried, with the least plan in its mesh's place where it fits after all."""
+    """``tried``, where the plan of the least peak replaces its mesh's plan if it fits after all."""
     problem, begun = least.priced.problem, time.monotonic()
     fit = fits(least.memory.peak_bytes, problem.limit_bytes)
     if request.spreads or not fit:

@@ -1,10 +1,10 @@
-"""How a step is called: what of a call is traced, what is static, and what goes back into the
-caller's objects.
+"""How a step is called: which parts of a call are traced, which are static, and what is written
+back into the caller's objects.
 
 ``bind`` turns a call into a pure function of pytrees of arrays (`PureStep`), which is planned and
-run, and ``Bound.finish`` turns its result into what the caller expects. Positions stay: a static
-argument leaves None in its place, a keyword that has a position takes it, other keywords follow as
-one dict each.
+run. ``Bound.finish`` turns its result into what the caller expects. Positions are preserved: a
+static argument leaves None in its place, a keyword that has a position takes it, and other keywords
+follow as one dict each.
 """
 
 from __future__ import annotations
@@ -103,12 +103,12 @@ class PureStep:
 
 @dataclass(frozen=True)
 class Form:
-    """What of a call is not traced.
+    """The part of a call that is not traced.
 
     Attributes:
-        count: positional arguments.
+        count: number of positional arguments.
         names: keywords that have no position, then ``RECEIVER`` for a bound method's object.
-        statics: (what, value) of static arguments: a position or a keyword.
+        statics: (position or keyword, value) of static arguments.
     """
 
     count: int
@@ -133,7 +133,7 @@ class Bound:
     Attributes:
         function: a function of ``args``.
         args: pytrees of arrays or ShapeDtypeStructs.
-        donated: positions in ``args`` whose memory the results may take.
+        donated: positions in ``args`` whose memory the results may reuse.
         key: equal for calls that can share a plan if their arrays have equal shapes.
         is_plain: the arguments are passed on as they are.
         objects: the caller's NNX objects by number.
@@ -149,7 +149,7 @@ class Bound:
     is_cached: bool = False
 
     def finish(self, outcome: Any, args: Sequence[Any] | None = None) -> Any:
-        """The caller's result; writes what was updated in place into the caller's objects.
+        """The caller's result; writes in-place updates back into the caller's objects.
 
         Args:
             outcome: what ``function`` returned.
@@ -173,7 +173,7 @@ class Calls:
         static_argnums, static_argnames, donate_argnums, donate_argnames: as for ``jax.jit``.
 
     Attributes:
-        trusting: see ``parted``; false where a trace took such an array for a constant.
+        trusting: see ``parted``; false once a trace has read such an array as a constant.
 
     Raises:
         RequestError: a name or number that the function does not have, or one that is both
@@ -203,7 +203,7 @@ class Calls:
         """A call of the step as a pure function; computes nothing.
 
         Raises:
-            RequestError: a static argument can't be hashed; says which.
+            RequestError: a static argument can't be hashed; the message names it.
         """
         if getattr(self.function, "is_pure_step", False):
             function: Any = self.function
@@ -229,7 +229,7 @@ class Calls:
 
     def check_cached(self, bound: Bound, args: Sequence[Any], keywords: Mapping[str, Any]) -> None:
         """Raise ModelError if a call by ``nnx.cached_partial`` changed the structure of its
-        objects, which are copies: the caller's would not be changed."""
+        objects: they are copies, so the caller's objects would not change."""
         if bound.is_cached and self.bind(args, keywords).key != bound.key:
             raise ModelError(
                 f"{name_of(self.function)} adds, removes or changes attributes of an object that "
@@ -238,7 +238,7 @@ class Calls:
             )
 
     def _placed(self, values: list[Any], extra: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Keywords that have the next position take it; the others in the order of their names."""
+        """Append keywords that have the next position to the values; sort the others by name."""
         while len(values) < len(self.names) and self.names[len(values)] in extra:
             values.append(extra.pop(self.names[len(values)]))
         return values, dict(sorted(extra.items()))
@@ -270,7 +270,7 @@ class Calls:
     def _numbers(
         self, chosen: Sequence[int | str], names: Sequence[str], count: int
     ) -> tuple[int, ...]:
-        """Positions in the pure arguments of numbers and names."""
+        """The positions that argument numbers and names have among the pure arguments."""
         positions = {n + count if n < 0 else n for n in chosen if isinstance(n, int)}
         positions = {n for n in positions if n < count}
         positions |= {count + k for k, name in enumerate(names) if name in chosen}
@@ -311,7 +311,7 @@ def bind(function: Callable[..., Any], args: Sequence[Any], **options: Any) -> B
 
 
 def name_of(function: Any) -> str:
-    """A function's name; of a ``functools.partial``, that of what it wraps."""
+    """A function's name; for a ``functools.partial``, the name of the function that it wraps."""
     while isinstance(function, functools.partial):
         function = function.func
     name = getattr(function, "__name__", None)
@@ -321,7 +321,7 @@ def name_of(function: Any) -> str:
 
 
 def _as_method(function: Any) -> Any:
-    """A callable object as its bound ``__call__``: its attributes are those of an argument."""
+    """A callable object's bound ``__call__``, which makes the object an argument."""
     kind = type(function)
     is_object = isinstance(getattr(kind, "__call__", None), types.FunctionType)  # noqa: B004
     is_wrapper = hasattr(function, "__wrapped__") or hasattr(function, "is_pure_step")
@@ -331,7 +331,7 @@ def _as_method(function: Any) -> Any:
 
 
 def _check_partial(function: Any) -> None:
-    """A partial's arguments are constants, which an NNX object is not."""
+    """Refuse a partial that holds NNX objects: its arguments would be constants."""
     while isinstance(function, functools.partial):
         for x in nnx_graph.objects_in((function.args, function.keywords)):
             raise RequestError(
@@ -342,7 +342,7 @@ def _check_partial(function: Any) -> None:
 
 
 def captured_objects(function: Any) -> tuple[str, ...]:
-    """Names of NNX objects that a function reads from around it, whose arrays are constants."""
+    """Names of NNX objects that a function captures; their arrays are constants."""
     inner = function.function if isinstance(function, PureStep) else function
     inner = inspect.unwrap(getattr(inner, "__func__", inner))
     if not inspect.isfunction(inner):
@@ -353,7 +353,7 @@ def captured_objects(function: Any) -> tuple[str, ...]:
 
 
 def is_method(function: Any) -> bool:
-    """Whether it is a bound method, whose object is an argument, too."""
+    """Whether ``function`` is a bound method, whose object is an argument, too."""
     return hasattr(function, "__func__") and hasattr(function, "__self__")
 
 
@@ -381,6 +381,6 @@ def _keywords(function: Callable[..., Any]) -> set[str]:
 
 
 def _is_filtered(function: Any) -> bool:
-    """Whether ``equinox.filter_jit`` wraps it, to which Python numbers are static."""
+    """Whether ``equinox.filter_jit``, which treats Python numbers as static, wraps ``function``."""
     kind = type(function)
     return kind.__module__.startswith("equinox.") and kind.__name__ == "_JitWrapper"

@@ -20,10 +20,12 @@ _SCALARS = (bool, int, float, complex)
 
 @dataclass(frozen=True, eq=False)
 class Static:
-    """A static value, compared by ``==``, an object without ``==`` by identity; and by what of its
-    attributes a trace would read as constants: the arrays by identity, the numbers and strings by
-    ``==``. ``passed``: arrays that are not compared, as the call has them for arguments, and no
-    name that the function reads leads to them."""
+    """A static value, compared by ``==``, or by identity if its class defines no ``==``.
+
+    The attributes that a trace would read as constants are compared as well: arrays by identity,
+    numbers and strings by ``==``. The arrays in ``passed`` are not compared: they are also
+    arguments of the call, and no name that the function reads leads to them.
+    """
 
     value: Any
     arrays: tuple[tuple[str, Any], ...] = ()
@@ -48,7 +50,7 @@ class Static:
         return name if isinstance(name, str) else f"{self.value!r}"[:60]
 
     def news(self, before: Static) -> str:
-        """What differs from an earlier value, in words."""
+        """A description of what differs from an earlier value."""
         if self.value is before.value:
             old = {path: x for path, _, x in before.numbers}
             for path, _, x in self.numbers:
@@ -72,8 +74,8 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def static(value: Any, function: Any = None, given: Set[int] = frozenset()) -> Static:
-    """The value as a static one, with what of its attributes a function may read; ``given``: the
-    arrays among the arguments, by ``id``."""
+    """The value as a `Static`, with the attributes that a function may read. ``given``: the ``id``
+    of every array among the arguments."""
     names = names_read(function, type(value))
     held = attributes(value, names) if _is_by_identity(type(value)) or names else ()
     arrays = [(path, x) for path, x in held if isinstance(x, _ARRAYS)]
@@ -89,7 +91,7 @@ def _is_by_identity(kind: Any) -> bool:
 
 
 def leaked(value: Static, function: Any = None) -> str | None:
-    """The attribute in which an object has a traced value, if it has one."""
+    """The attribute of an object that holds a traced value, or None."""
     names = names_read(function, type(value.value))
     for path, x in attributes(value.value, names):
         if isinstance(x, jax.core.Tracer):
@@ -98,7 +100,7 @@ def leaked(value: Static, function: Any = None) -> str | None:
 
 
 def is_traced(x: Any, scalars: bool) -> bool:
-    """Whether a leaf is an array to JAX; Python numbers are if ``scalars``."""
+    """Whether JAX traces a leaf as an array; Python numbers only if ``scalars``."""
     if isinstance(x, _ARRAYS):
         return True
     if isinstance(x, enum.Enum | type):
@@ -109,8 +111,8 @@ def is_traced(x: Any, scalars: bool) -> bool:
 
 
 def _numbers_static(tree: Any, everywhere: bool) -> list[bool]:
-    """Per leaf, whether a Python number there is static: in Equinox modules, as in
-    ``equinox.filter_jit``."""
+    """Per leaf, whether a Python number is static there: in Equinox modules, as in
+    ``equinox.filter_jit``, or ``everywhere``."""
     equinox = sys.modules.get("equinox")
     module = getattr(equinox, "Module", None)
     if everywhere or module is None:
@@ -144,9 +146,9 @@ def parted(
     Args:
         tree: any pytree.
         numbers_static: Python numbers are static everywhere, not only in Equinox modules.
-        function: what reads the attributes of static leaves.
-        trusting: arrays that are arguments as well are not looked for in these attributes, where
-            the function reads no name that leads to them.
+        function: the function that reads the attributes of static leaves.
+        trusting: do not compare arrays in these attributes that are also arguments, if the function
+            reads no name that leads to them.
     """
     leaves, structure = jax.tree_util.tree_flatten(tree)
     fixed = _numbers_static(tree, numbers_static)
@@ -164,7 +166,7 @@ def parted(
 
 
 def changed(before: Hashable, after: Hashable) -> str:
-    """The first static leaf in which two partitions of one structure differ, in words."""
+    """A description of the first static leaf in which two partitions of one structure differ."""
     if isinstance(before, Partition) and isinstance(after, Partition) and before.tree == after.tree:
         old = dict(before.statics)
         paths = [

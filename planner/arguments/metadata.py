@@ -1,7 +1,7 @@
 """Flax's own partitioning metadata and logical axis rules -> pins.
 
-Logical names (``"embed"``, ``"mlp"``) become mesh axes by *logical axis rules*, pairs of a name and
-the mesh axes it lies on, in order of precedence: Flax's form, and MaxText's.
+*Logical axis rules* map logical names (``"embed"``, ``"mlp"``) to mesh axes. They are pairs of a
+name and its mesh axes, in order of precedence, as in Flax and MaxText.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def check_rules(rules: Sequence[Any]) -> Rules:
     """The rules as tuples.
 
     Raises:
-        RequestError: a rule is not a pair of a name and mesh axes; says which.
+        RequestError: a rule is not a pair of a name and mesh axes; the message shows it.
 
     >>> check_rules([("mlp", "model"), ["batch", ["data", "fsdp"]]])
     (('mlp', 'model'), ('batch', ('data', 'fsdp')))
@@ -48,7 +48,7 @@ def check_rules(rules: Sequence[Any]) -> Rules:
 
 
 def ambient_rules() -> Rules:
-    """The rules that are in force in Flax (``nn.logical_axis_rules``), none if Flax is unused."""
+    """The rules that are in force in Flax (``nn.logical_axis_rules``); none if Flax is unused."""
     import sys
 
     spmd = sys.modules.get("flax.core.spmd")
@@ -56,7 +56,7 @@ def ambient_rules() -> Rules:
 
 
 def rules_of(function: Callable[..., Any] | None) -> Rules:
-    """The rules that ``with_logical_axis_rules`` gave a function."""
+    """The rules that ``with_logical_axis_rules`` attached to a function."""
     rules: Rules = getattr(function, "logical_axis_rules", ())
     return rules
 
@@ -64,8 +64,8 @@ def rules_of(function: Callable[..., Any] | None) -> Rules:
 def with_logical_axis_rules(
     function: Callable[..., Any], rules: Sequence[Any] | None = None
 ) -> Callable[..., Any]:
-    """``function``, traced with these logical axis rules: ``nn.with_logical_constraint`` in it is a
-    mark. Without rules those in force in Flax count, unless it was given some before.
+    """Make ``function`` trace with logical axis rules, so that ``nn.with_logical_constraint`` marks
+    shardings. Without ``rules``, those in force in Flax apply, unless the function has rules.
 
     Raises:
         RequestError: as ``check_rules``.
@@ -79,7 +79,7 @@ def with_logical_axis_rules(
             names.setdefault(name)
     if not names:
         return function
-    # of sizes that divide anything: only the names matter before there is a plan
+    # size 1 divides anything: only the names matter before there is a plan
     every = (*names, LOGICAL)
     mesh = AbstractMesh((1,) * len(every), every, axis_types=(AxisType.Auto,) * len(every))
 
@@ -98,7 +98,7 @@ def with_logical_axis_rules(
 
         try:
             return under(mesh)
-        except ValueError:  # such as a region on a mesh of the user's
+        except ValueError:  # such as a shard_map region on the user's mesh
             with spmd.logical_axis_rules(checked):
                 region_mesh = _only_mesh(function, args, keywords)
             if region_mesh is None:
@@ -112,11 +112,11 @@ def with_logical_axis_rules(
 def _only_mesh(
     function: Callable[..., Any], args: Sequence[Any], keywords: Mapping[str, Any]
 ) -> AbstractMesh | None:
-    """The mesh of a function's ``shard_map`` regions, traced under no mesh; None where there is not
-    exactly one, or the function does not trace."""
+    """The mesh of a function's ``shard_map`` regions, traced under no mesh; None if there is not
+    exactly one, or if tracing fails."""
     try:
         traced = jax.make_jaxpr(function)(*args, **keywords)
-    except Exception:  # then what it said first is to be said
+    except Exception:  # the caller raises its first error again
         return None
     meshes = {getattr(m, "abstract_mesh", m) for m in _meshes_in(compat.body(traced))}
     return meshes.pop() if len(meshes) == 1 else None
@@ -134,7 +134,7 @@ def _meshes_in(jaxpr: Any) -> Iterator[Any]:
 
 
 def _is_boxed(x: Any) -> bool:
-    """A Flax box that carries partitioning metadata (Linen Partitioned, NNX Variable)."""
+    """Whether ``x`` is a Flax box with partitioning metadata (Linen Partitioned, NNX Variable)."""
     if hasattr(x, "names") and hasattr(x, "get_partition_spec"):
         return True
     return hasattr(x, "get_metadata") and hasattr(x, "get_value")
@@ -142,8 +142,8 @@ def _is_boxed(x: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Names:
-    """What a box says of its array: names by dimension, with the box's own rules, and whether
-    they are logical names for certain (Linen's ``LogicallyPartitioned``)."""
+    """The names of an array's dimensions in its box, the box's rules, and whether the names are
+    certainly logical (Linen's ``LogicallyPartitioned``)."""
 
     names: tuple[Any, ...]
     rules: Rules
@@ -151,8 +151,8 @@ class _Names:
 
 
 def _names(box: Any) -> _Names | None:
-    """The names of a box; None where it has none, or its array is split over a mesh already: that
-    is what they say, too."""
+    """The names of a box. None if it has none, or if its array is already split over a mesh: that
+    sharding says the same."""
     names, rules = getattr(box, "names", None), None
     logical = hasattr(box, "rules")  # Linen's LogicallyPartitioned
     if names is None:
@@ -171,7 +171,7 @@ def _names(box: Any) -> _Names | None:
 
 
 def _boxes(args: Sequence[Any]) -> Iterator[tuple[int, _Names]]:
-    """The boxes of one array each that say something, with the array's place among the leaves."""
+    """The boxes that hold one array and have names, with the array's position among the leaves."""
     position = 0
     for node in jax.tree_util.tree_leaves(tuple(args), is_leaf=_is_boxed):
         count = len(jax.tree_util.tree_leaves(node)) if _is_boxed(node) else 1
@@ -186,9 +186,9 @@ def names_without_axes(
 ) -> tuple[str, ...]:
     """Names in Flax metadata that have no rule and are no mesh axes: they count as None.
 
-    Flax takes a name without a rule for a mesh axis. It is none if other names have rules, and
-    neither they nor the mesh that is given name it; or if there are no rules and no mesh, and more
-    such names than a mesh may have axes.
+    Flax takes a name without a rule for a mesh axis. Here it is not one in two cases: if other
+    names have rules, and the given mesh (without a mesh, the rules) has no such axis; or if there
+    are no rules and no mesh, and more such names than a mesh may have axes.
     """
     boxes = [box for _, box in _boxes(args)]
     known = [*rules, *(rule for box in boxes for rule in box.rules)]
@@ -207,7 +207,7 @@ def names_without_axes(
 def metadata_notes(
     args: Sequence[Any], rules: Rules = (), mesh: MeshSpec | None = None
 ) -> tuple[str, ...]:
-    """A line on names in Flax metadata that are ignored."""
+    """A note on the names in Flax metadata that are ignored, if any."""
     names = names_without_axes(args, rules, mesh)
     if not names:
         return ()
@@ -217,7 +217,8 @@ def metadata_notes(
 
 
 def _entries(box: _Names, rules: Rules, ignored: Collection[str]) -> tuple[Entry, ...] | None:
-    """PartitionSpec entries of a box; logical names without rules say nothing."""
+    """PartitionSpec entries of a box, or None if no dimension is split. A logical name without a
+    rule splits nothing."""
     known = (*box.rules, *rules)
     ruled = {name for name, _ in known}
     axes: Sequence[Entry] = (None,) * len(box.names)
@@ -240,14 +241,14 @@ def metadata_pins(
     rules: Rules = (),
     mesh: MeshSpec | None = None,
 ) -> tuple[Pin, ...]:
-    """Pins from Flax's own partitioning metadata found in the arguments.
+    """Pins from Flax's own partitioning metadata in the arguments.
 
     Args:
         args: the step's arguments.
         inputs: the graph value of every leaf.
-        paths: and its path.
-        rules: logical axis rules; a box's own come first.
-        mesh: the mesh that is given, if any.
+        paths: the path of every leaf.
+        rules: logical axis rules; a box's own rules take precedence.
+        mesh: the given mesh, if any.
     """
     ignored = frozenset(names_without_axes(args, rules, mesh))
     pins: list[Pin] = []

@@ -1,6 +1,6 @@
 """Flax NNX objects among arguments and results: split into States around a traced function, merged
 inside it, and updated in place when it returns, with the graph functions of Flax that ``nnx.jit``
-uses. An ``nnx.State`` stays what it is, a pytree.
+uses. An ``nnx.State`` is a pytree and stays as it is.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ class GraphTree:
     """A pytree with NNX objects as leaves: its structure, and per leaf a GraphDef (None: no NNX
     object).
 
-    A GraphDef that can't be hashed, since an attribute is a list or a dictionary, is compared by
-    its text as it was when it was first hashed: the attribute may be changed in place later.
+    A GraphDef that can't be hashed, because an attribute is a list or a dictionary, is compared by
+    its text at the time of the first hash: the attribute may be changed in place later.
     """
 
     tree: Any
@@ -62,12 +62,12 @@ def split(tree: Any, inner: Any = None) -> tuple[Any, GraphTree | None, Any]:
 
     Args:
         tree: any pytree.
-        inner: the objects by number that ``merge`` returned, for what became of them.
+        inner: the objects by number that ``merge`` returned, to match them with those in ``tree``.
 
     Returns:
         The pytree with States (a Variable stays one), what ``merge`` needs (None without NNX
-        objects), and the objects by number. An object that is there twice has its State in the
-        first place.
+        objects), and the objects by number. An object that occurs twice has its State where it
+        occurs first.
     """
     nnx = _nnx()
     if nnx is None:
@@ -116,11 +116,11 @@ def merge(pure: Any, graph: GraphTree, outer: Any = None) -> tuple[Any, Any]:
 
 
 def updated(tree: Any, pure: Any) -> Any:
-    """A pytree with other arrays; its NNX objects stay the same ones and are updated in place.
+    """A pytree with new arrays; its NNX objects stay the same ones and are updated in place.
 
     Args:
         tree: a pytree with NNX objects.
-        pure: as the first result of ``split(tree)``.
+        pure: the new arrays, in the structure of the first result of ``split(tree)``.
     """
     nnx: Any = _nnx()
     leaves: list[Any]
@@ -147,7 +147,7 @@ def only_objects(tree: Any) -> Any:
 
 
 def take_cache() -> bool:
-    """Whether ``nnx.cached_partial`` makes this call; takes its cache, which Flax wants taken."""
+    """Whether ``nnx.cached_partial`` makes this call; consumes its cache, as Flax requires."""
     nnx = _nnx()
     if nnx is None:
         return False

@@ -18,11 +18,11 @@ KEPT, FRESH, FIXED = "kept", "fresh", "fixed"
 
 @dataclass(frozen=True)
 class Rebuild:
-    """How to make the caller's result of a step's arrays.
+    """How to build the caller's result from a step's arrays.
 
     Attributes:
         tree: structure of (arguments' NNX objects, result), all leaves.
-        leaves: per leaf ``(KEPT, position among the argument's arrays)``, ``(FRESH, -1)`` for the
+        leaves: per leaf ``(KEPT, position among the arguments' arrays)``, ``(FRESH, -1)`` for the
             next array that the step returned, or ``(FIXED, Static)``.
         graph: the NNX objects among them.
     """
@@ -46,8 +46,8 @@ class Rebuild:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What a pure step returns where its result is more than arrays: the new arrays of arguments
-    that it updates in place, those of its result, and how to put them together."""
+    """What a pure step returns if its result is more than arrays: the new arrays of arguments that
+    it updates in place, the arrays of its result, and how to put them together."""
 
     updates: tuple[Any, ...]
     result: Any
@@ -69,7 +69,7 @@ def unwrapped(outcome: Any, args: Sequence[Any], objects: Any = None) -> Any:
 
 
 def kept_leaves(outcome: Any) -> tuple[int, ...]:
-    """Numbers of the arguments' arrays that a step leaves as they are in the caller's objects."""
+    """Positions of the arguments' arrays that a step leaves unchanged in the caller's objects."""
     if not isinstance(outcome, StepOutcome):
         return ()
     return tuple(sorted({what for how, what in outcome.rebuild.leaves if how == KEPT}))

@@ -24,13 +24,13 @@ from planner.step.classes import Quotient
 from planner.step.feeding import batch_of
 
 SPREAD = 10.0
-"""Surcharge for a change of layout outside AUTO_PARALLEL, in steps of one device."""
+"""Surcharge for a change of layout outside AUTO_PARALLEL, in ideal steps on one device."""
 AGAIN = (1.0, 0.1, 0.0)
-"""Surcharges to try, in ideal steps on all devices, where the other leaves devices idle."""
+"""Surcharges to try where ``SPREAD`` leaves devices idle, in ideal steps on all devices."""
 CLOSED = 1e-6
-"""Relative gap at which a choice on the quotient is taken for the optimum."""
+"""Relative gap up to which a choice on the quotient counts as optimal."""
 SWEEPS = 48
-"""Diffusion sweeps on the quotient to get there."""
+"""Diffusion sweeps on the quotient to close that gap."""
 
 
 def attempt(
@@ -44,14 +44,15 @@ def attempt(
 ) -> Tried:
     """Price one mesh under the pins and the mode, and run one search on it.
 
-    Outside AUTO_PARALLEL, and in sharding_propagation, the given shardings are spread: every other
-    change of layout costs more than the whole step, so that the search only completes what was
-    given. The gathers of parameters that ZeRO-3 stores in shards, and the scatters of their
-    gradients, are given, too. A mode that splits the batch does not let devices repeat each other's
-    work behind a change that cannot be avoided (``AGAIN``); where no argument holds a batch, as
-    where an environment is stepped inside, there is nothing to spread, and all else is searched.
-    Data parallelism splits no weights in what reads them, unless that is clearly faster, as it is
-    where the devices do not divide the examples.
+    Outside AUTO_PARALLEL, and in sharding_propagation, the search only completes the given
+    shardings: every other change of layout costs more than the whole step (``SPREAD``). The gathers
+    of parameters that ZeRO-3 stores in shards, and the scatters of their gradients, count as given.
+
+    A mode that splits the batch tries smaller surcharges (``AGAIN``) where devices would repeat
+    each other's work because a change of layout cannot be avoided. If no argument holds a batch, as
+    where an environment is stepped inside, nothing can be spread, and all else is searched.
+    DATA_PARALLEL splits no weights in the operations that read them, unless that is clearly faster,
+    as it is where the devices do not divide the examples.
     """
     open_masks = allowed_masks(quotient, pins, request, mesh)
     held = examples_alone(quotient, pins, request, mesh, open_masks)
@@ -73,7 +74,7 @@ def _attempt(
     masks: Mapping[int, Mask],
     whole: bool,
 ) -> Tried:
-    """The same with some masks."""
+    """As ``attempt``, under the given masks."""
     analysis, model = quotient.part, request.model
     priced = price(analysis, mesh, model, request.limit_bytes, masks)
     if request.spreads and request.state.zero == 3:
@@ -106,7 +107,7 @@ def _attempt(
 
 
 def _spread(priced: Priced, surcharge_s: float, search: str, request: Request) -> Solution:
-    """What a search finds with a surcharge for changes of layout, at its price without."""
+    """The solution of a search with a surcharge for changes of layout; its cost is without it."""
     spread = dataclasses.replace(priced, change_s=surcharge_s)
     solution = _solve(search, spread.problem, request)
     cost, peak, moment = evaluate(priced.problem, solution.choice)
@@ -114,7 +115,8 @@ def _spread(priced: Priced, surcharge_s: float, search: str, request: Request) -
 
 
 def _solve(name: str, problem: Problem, request: Request) -> Solution:
-    """Run a search; what it refuses (too many combinations for brute) is a RequestError."""
+    """Run a search; a problem that it refuses (too many combinations for brute) is a
+    RequestError."""
     if not problem.cost_s:
         return Solution((), 0.0, 0.0, 0.0, 0, True, name, "nothing to decide", 0.0)
     name = FAST if name == PROPAGATION else name
@@ -135,7 +137,7 @@ def _of_parameters(quotient: Quotient) -> frozenset[int]:
 
 
 def _bounded(problem: Problem, solution: Solution, search: str) -> Solution:
-    """The solution with a bound that holds for the whole step: on a quotient, only diffusion's."""
+    """The solution with a lower bound for the whole step: on a quotient, only diffusion has one."""
     if problem.counts is None or search == FAST or not solution.feasible:
         return solution
     enough = solution.cost_s * (1.0 - 0.1 * CLOSED)

@@ -1,4 +1,4 @@
-"""What a request leaves open: which meshes, and on each the strategies of every group."""
+"""What a request allows: the meshes, and on each mesh the strategies of every group."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SPLITS = frozenset({"DATA_PARALLEL", "SEMI_AUTO_PARALLEL"})
 
 
 def candidate_meshes(request: Request, pins: Sequence[Pin]) -> tuple[MeshSpec, ...]:
-    """The meshes that a request leaves open: axes that pins name exist and split something."""
+    """The meshes that a request allows: axes that pins name exist, with size > 1 if possible."""
     n = request.cluster.num_devices
     if request.mesh is not None:
         return (request.mesh,)
@@ -58,8 +58,8 @@ def candidate_meshes(request: Request, pins: Sequence[Pin]) -> tuple[MeshSpec, .
 
 
 def _tensor_meshes(request: Request, pins: Sequence[Pin]) -> tuple[MeshSpec, ...]:
-    """Every degree of tensor parallelism; the rest of the devices are for data parallelism, and
-    other axes that marks name have one device each."""
+    """One mesh per degree of tensor parallelism. The rest of the devices do data parallelism, and
+    other axes that marks name have size 1."""
     n = request.cluster.num_devices // request.stages
     stage = ((STAGE, request.stages),) if request.stages > 1 else ()
     axes = ("data", request.tensor)
@@ -84,14 +84,14 @@ def _spread(n: int, width: int, parts: int) -> list[tuple[int, ...]]:
 
 
 def batch_axes(request: Request, mesh: MeshSpec) -> tuple[str, ...]:
-    """The axes over which a mode splits the batch besides what is pinned."""
+    """The axes over which a mode splits the batch, besides the pins."""
     return data_axes(mesh) if request.mode == "SEMI_AUTO_PARALLEL" else ()
 
 
 def decision_masks(
     decided: Mapping[str, Any], groups: Groups, mesh: MeshSpec, hard: Mapping[int, Mask]
 ) -> dict[int, Mask]:
-    """Masks under which the options hold that are not left to the search."""
+    """Masks that enforce the decisions that are not left to the search."""
     masks = dict(hard)
     for g in groups.groups:
         for name, _ in g.decisions:
@@ -109,8 +109,8 @@ def examples_alone(
     mesh: MeshSpec,
     masks: Mapping[int, Mask],
 ) -> Mapping[int, Mask] | None:
-    """Masks that also hold the data axes of DATA_PARALLEL off the weights' dimensions; None in
-    other modes, and where the user gives shardings."""
+    """Masks that also hold the data axes of DATA_PARALLEL off the weights' dimensions. None in
+    other modes, if the user gives shardings, and on meshes with a tensor axis."""
     if request.mode != "DATA_PARALLEL" or pins or request.search == PROPAGATION:
         return None
     if request.tensor in mesh.names:
@@ -123,8 +123,8 @@ def examples_alone(
 def allowed_masks(
     quotient: Quotient, pins: Sequence[Pin], request: Request, mesh: MeshSpec
 ) -> Mapping[int, Mask]:
-    """What the pins, the requests about the state and the mode leave of every class's
-    strategies."""
+    """The strategies of every class that the pins, the requests about the state and the mode
+    allow."""
     graph, groups = quotient.part.graph, quotient.part.groups
     try:
         hard = pin_masks(pins, graph, groups, mesh)
@@ -145,6 +145,6 @@ def allowed_masks(
     mode = "SEMI_AUTO_PARALLEL" if request.tensor in mesh.names else request.mode
     split = mode in SPLITS
     wishes = mode_pins(mode, graph, mesh, pins, quotient.example_dims if split else {})
-    if mode != request.mode:  # besides matrices, the mode speaks of the batch alone
+    if mode != request.mode:  # apart from matrices, the mode only concerns the batch
         wishes = tuple(w for w in wishes if any(w.entries))
     return soft_masks(wishes, graph, groups, mesh, hard)

@@ -1,4 +1,4 @@
-"""Memory that every plan takes, whatever it costs."""
+"""Lower bounds on the memory of every plan, whatever it costs."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Floor:
     """Bytes per device that every plan takes.
 
     Attributes:
-        peak_bytes: at some moment.
-        start_bytes: when the step begins: its state, its batch and other arguments. The form of the
-            step (microbatches, rematerialization, chunks) changes nothing about these.
+        peak_bytes: at the moment of the peak.
+        start_bytes: when the step begins: its state, its batch and other arguments. They do not
+            depend on the form of the step (microbatches, rematerialization, chunks).
     """
 
     peak_bytes: float
@@ -30,8 +30,8 @@ class Floor:
 
 
 def floor_of(quotient: Quotient, pins: Sequence[Pin], request: Request) -> Floor:
-    """What every plan takes: on a single mesh what the pins leave, on several everything split
-    over all devices.
+    """The floor of every plan: with one mesh under the pins, with several as if everything were
+    split over all devices.
 
     Raises:
         PinError: a pin does not hold on the single mesh.
@@ -45,7 +45,7 @@ def floor_of(quotient: Quotient, pins: Sequence[Pin], request: Request) -> Floor
 
 
 def mesh_floor(priced: Priced) -> Floor:
-    """What is taken on a mesh, of every value the least that its strategies leave."""
+    """The floor on a mesh: every value takes the least bytes that its strategies allow."""
     pricer = Pricer(priced.analysis, priced.mesh, priced.model)
     held = in_pool(priced.analysis.buffers)
     least = [float(pricer.buffer_bytes(priced.sets[b.group], b).min()) for b in held]
@@ -53,7 +53,7 @@ def mesh_floor(priced: Priced) -> Floor:
 
 
 def perfect_floor(analysis: Analysis, devices: int) -> Floor:
-    """What is taken where every value is split over all devices, and what may be kept in host
+    """The floor if every value is split over all devices, and every value that may be in host
     memory is there."""
     pool = in_pool(analysis.buffers)
     held = [b for b in pool if b.when is None and b.port is not Port.GATHERED]

@@ -1,4 +1,4 @@
-"""The last step of a search: what is dominated gives way (see ``search.ties``)."""
+"""The last step of a search: replaces dominated choices (see ``search.local.ties``)."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from planner.step.classes import Quotient
 
 Array = NDArray[np.float64]
 SLOWER = 1.1
-"""Cost over that of the plan found from which on less memory is not worth it in a mode, which
-prices changes of layout higher than they are."""
+"""Cost, relative to the searched plan's, above which less memory is not worth it in a mode: modes
+price changes of layout above their real cost."""
 
 
 def thrifty(quotient: Quotient, tried: Tried, request: Request) -> Tried:
-    """The plan of a mesh with every choice replaced that another dominates: one that takes no more
-    time and less memory, in what is stored between steps or in what the step makes."""
+    """The plan of a mesh with every dominated choice replaced by one that takes no more time and
+    less memory, either for arrays stored between steps or within the step."""
     priced, solution = tried
     if not solution.feasible or not solution.choice or priced.mesh.num_devices == 1:
         return tried
@@ -40,7 +40,7 @@ def thrifty(quotient: Quotient, tried: Tried, request: Request) -> Tried:
         return tried
     cost, peak, moment = evaluate(priced.problem, choice)
     if request.spreads and cost > SLOWER * solution.cost_s:
-        return tried  # it was found with a smaller surcharge: see ``attempt``
+        return tried  # the search used a smaller surcharge: see ``attempt``
     return priced, dataclasses.replace(
         solution,
         choice=choice,
@@ -53,7 +53,7 @@ def thrifty(quotient: Quotient, tried: Tried, request: Request) -> Tried:
 
 def stored_bytes(quotient: Quotient, priced: Priced) -> Sequence[Array]:
     """Per decision, the bytes per device of the step's arguments and results under every
-    strategy. A result that is tied to an argument is that argument."""
+    strategy. A result that is tied to an argument counts once, as the argument."""
     whole = quotient.whole
     graph, homes = whole.graph, whole.groups.home
     part = priced.analysis is not whole

@@ -1,9 +1,9 @@
-"""Bodies of loops, and of what the program itself rematerializes; masks that were made in front of
-them are made in them.
+"""Bodies of loops and of parts that the program rematerializes; masks that are computed before a
+body move into it.
 
 Differentiation moves what does not depend on parameters out of a scan: a causal mask, broadcast to
-the shape of all scores, is an operand of the loop then. In the body its rows can be made chunk by
-chunk.
+the shape of all scores, becomes an operand of the loop. Inside the body, its rows can be computed
+chunk by chunk.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from planner.graph.flat import Call, FlatJaxpr, Run, flatten, runs_once
 from planner.graph.jaxpr.walk import REMAT, called, loop_of
 
 MOST = 64
-"""Operations that a constant may be made by."""
+"""Largest number of operations that compute a constant."""
 
 
 def body_of(call: Call) -> tuple[Any, range] | None:
-    """The body of a scan or a rematerialized part, and which operands it reads as they are."""
+    """The body of a scan or a rematerialized part, and which operands it reads unchanged."""
     if call.made:
         return None
     if call.kind == "scan":
@@ -32,8 +32,10 @@ def body_of(call: Call) -> tuple[Any, range] | None:
 def with_constants(
     flat: FlatJaxpr, call: Call, jaxpr: Any, operands: range
 ) -> tuple[FlatJaxpr, frozenset[int]]:
-    """A body with the constants in it that operations in front of it make of nothing; and which
-    operands these were, by position."""
+    """A body that computes its constant operands itself, and the positions of these operands.
+
+    A constant operand is one that operations before the body compute from literals alone.
+    """
     body = flatten(jaxpr)
     makers = {v: at for at, c in enumerate(flat.calls) for v in c.outs}
     copies: list[Call] = []
@@ -60,7 +62,8 @@ def with_constants(
 
 
 def _chain(flat: FlatJaxpr, makers: dict[int, int], value: int) -> list[Call] | None:
-    """The calls that make a value of nothing, in order; None where it is made of something."""
+    """The calls that compute a value from literals alone, in order; None if there is no such
+    chain, or it is too long."""
     chain: set[int] = set()
     todo = [value]
     while todo:

@@ -13,11 +13,11 @@ from planner.errors import InternalError
 from planner.graph.flat import Call
 
 Rows = Sequence[int | None]
-"""Per value, the dimension that counts rows; None for none."""
+"""Per value, its row dimension, or None."""
 
 
 def splits(call: Call, ins: Rows, outs: Rows) -> bool:
-    """Whether an operation can be done on a chunk of its rows."""
+    """Whether an operation can be computed for a chunk of its rows."""
     if call.eqn.effects:
         return False
     if call.kind == "gather":
@@ -36,11 +36,11 @@ def on_chunk(
 
     Args:
         call: the operation.
-        values: its operands, those that count rows cut to ``chunk`` of them.
-        outs: per result, the dimension that counts rows.
-        chunk: rows of a chunk.
-        parts: how many chunks.
-        number: which of them; traced.
+        values: its operands; those with rows have only the ``chunk`` rows of this chunk.
+        outs: per result, its row dimension.
+        chunk: rows per chunk.
+        parts: number of chunks.
+        number: index of the chunk; traced.
     """
     eqn = call.eqn
     shapes = [
@@ -60,7 +60,7 @@ def on_chunk(
         changed = {"new_sizes": shapes[0]}
     elif call.kind == "dot_general" and outs[0] is None:
         dtype = eqn.outvars[0].aval.dtype
-        if wide(dtype) != dtype:  # one term of a sum: rounded when that is complete
+        if wide(dtype) != dtype:  # a term of a sum, which is rounded when it is complete
             changed = {"preferred_element_type": wide(dtype)}
     eqn = eqn.replace(params={**eqn.params, **changed}) if changed else eqn
     results = compat.evaluate_equation(eqn, values, call.origin)

@@ -1,11 +1,11 @@
-"""The step with the rows of its large products done in chunks, one after the other.
+"""Compute the rows of a step's large products in chunks, one after the other.
 
-What Rabe and Staats ("Self-attention does not need O(n^2) memory", 2021) and Liu and Abbeel
-("Blockwise parallel transformer", 2023) do for attention, made from the step's jaxpr: scores of
-attention, masks, softmax, and their gradients live for some rows at a time; so do logits over a
+This applies to the step's jaxpr what Rabe and Staats ("Self-attention does not need O(n^2) memory",
+2021) and Liu and Abbeel ("Blockwise parallel transformer", 2023) do for attention: scores of
+attention, masks, softmax, and their gradients live for some rows at a time, and so do logits over a
 large vocabulary. Every row is computed as before, from all columns, so results are equal up to the
-order of sums over rows. A device takes every n-th row of a chunk where the rows are split over
-devices: keys and values are gathered, scores are not.
+order of sums over rows. With n chunks, a chunk takes every n-th row, so where the rows are split
+over devices, every device has a share of each chunk: keys and values are gathered, scores are not.
 """
 
 from __future__ import annotations
@@ -34,25 +34,26 @@ from planner.graph.trace import Traced, trace
 from planner.remat.frontier import ELEMENT_FLOP, InChunks, Loop, call_cost
 
 ROWS = 512
-"""Rows of a chunk, where the search chooses."""
+"""Rows per chunk if the search chooses."""
 FEWEST, MOST = 4, 64
-"""Chunks, where the search chooses."""
+"""Smallest and largest number of chunks if the search chooses."""
 
 
 def chunked(
     function: Callable[..., Any], traced: Traced, args: Sequence[Any], parts: int
 ) -> tuple[Callable[..., Any], tuple[str, ...]]:
-    """A step that computes what ``function`` does, the rows of large products in chunks.
+    """A step that computes what ``function`` does, with the rows of large products in chunks.
 
     Args:
         function: a step of pytrees of arrays.
-        traced: what it is for ``args``.
+        traced: its trace for ``args``.
         args: its arguments, or ShapeDtypeStructs.
-        parts: chunks, at most; the largest number up to this that divides the rows is taken.
+        parts: largest number of chunks; the largest number up to this that divides the rows is
+            used.
 
     Returns:
-        A function of the same arguments (those of other shapes are rewritten anew), and a line for
-        each product; none where there is nothing to be done.
+        A function of the same arguments, which is rewritten again for other shapes, and a line for
+        each product; no lines if there is nothing to do.
     """
     if parts == 1:
         return function, ()
@@ -76,7 +77,7 @@ def chunked(
 
 
 def in_chunks(flat: FlatJaxpr) -> InChunks:
-    """What of a program chunks would not hold whole, and the loops of its forward pass."""
+    """The values of a program that chunks never hold whole, and the loops of its forward pass."""
     if "in chunks" not in flat.memo:
         program, regions = _regions(flat)
         if program is None:
@@ -90,8 +91,8 @@ def in_chunks(flat: FlatJaxpr) -> InChunks:
 
 
 def _inside(program: Program, region: Region) -> Iterator[int]:
-    """What a region makes that nothing outside reads, and all that has both dimensions: the
-    backward pass's own loop makes it on its way (the maxima and the sums of a softmax)."""
+    """The values of a region that nothing outside reads, and those that have both dimensions. The
+    loop of the backward pass recomputes them (such as the maxima and the sums of a softmax)."""
     for at in region.calls:
         for v in program.flat.calls[at].outs:
             if v in region.both or region.calls.issuperset(program.readers[v]):
@@ -99,8 +100,8 @@ def _inside(program: Program, region: Region) -> Iterator[int]:
 
 
 def _forward_loops(program: Program, region: Region, inside: Set[int]) -> Iterator[Loop]:
-    """The forward pass of a region: what others read of it (the output of attention) is complete
-    after all of it, its own sums (those of a softmax) after a pass over what they add up."""
+    """The loops of a region's forward pass. Sums that are read outside (the output of attention)
+    are complete after all of it; inner sums (of a softmax) after a pass over their terms."""
     flat = program.flat
     forward = [flat.calls[at] for at in region.calls if not flat.calls[at].backward]
     sums = {v: c for c in forward if c.kind in SUMS for v in c.outs if v not in region.both}
@@ -111,7 +112,7 @@ def _forward_loops(program: Program, region: Region, inside: Set[int]) -> Iterat
 
 
 def chunks_worth(traced: Traced) -> int:
-    """A number of chunks for a step: of ``ROWS`` rows, 1 where there are no large products."""
+    """A number of chunks for a step, of about ``ROWS`` rows; 1 if there are no large products."""
 
     def rows(flat: FlatJaxpr) -> int:
         inner = [body[0] for c in flat.calls if (body := body_of(c)) is not None]
@@ -123,7 +124,7 @@ def chunks_worth(traced: Traced) -> int:
 
 
 def _regions(flat: FlatJaxpr) -> tuple[Program | None, list[Region]]:
-    """The regions of a program, those of its loops' bodies left out."""
+    """The regions of a program, without those in the bodies of its loops."""
     products = large_products(flat)
     if not products:
         return None, []
@@ -140,7 +141,7 @@ def _regions(flat: FlatJaxpr) -> tuple[Program | None, list[Region]]:
 
 
 def _fewest_loops(candidates: Iterable[Stages | None]) -> Stages | None:
-    """Of a product's loops, by either dimension, the fewest."""
+    """The candidate with the fewest loops."""
     return min((s for s in candidates if s is not None), key=lambda s: len(s.loops), default=None)
 
 
@@ -179,7 +180,7 @@ class _Search:
                 elif not any(f.region.calls & stages.region.calls for f in disjoint):
                     disjoint.append(stages)
             new_flat = self._with_loops(program, disjoint)
-            if new_flat is None:  # they wait for each other: one after the other
+            if new_flat is None:  # they depend on each other: one at a time
                 disjoint = disjoint[:1]
                 new_flat = self._with_loops(program, disjoint)
             assert new_flat is not None
@@ -194,12 +195,12 @@ class _Search:
         return _fewest_loops(s for s in candidates if s is not None and pays(program, s))
 
     def _parts(self, region: Region) -> int:
-        """The largest number of chunks."""
+        """The largest number of chunks that divides the rows of a region."""
         return max(m for m in range(1, self.parts + 1) if region.rows % m == 0)
 
     def _with_loops(self, program: Program, disjoint: Sequence[Stages]) -> FlatJaxpr | None:
-        """The program with regions as loops; everything as early as before, what it needs first.
-        None where they wait for each other."""
+        """The program with regions as loops. Calls keep their order, except that what a call reads
+        comes first. None if the loops depend on each other."""
         flat = program.flat
         dropped = {at for stages in disjoint for at in stages.dropped}
         calls = [(at, c) for at, c in enumerate(flat.calls) if at not in dropped]
@@ -219,8 +220,8 @@ class _Search:
 
 
 def _sorted(calls: Sequence[tuple[int, Call]]) -> tuple[Call, ...] | None:
-    """Calls in an order in which each comes after what it reads, and effects (prints, updates of
-    references) after those before them, otherwise by number; None where some wait for each other.
+    """Calls sorted by number, but each after what it reads, and with effects (prints, updates of
+    references) in their order. None if some calls depend on each other.
     """
     makers = {v: k for k, (_, c) in enumerate(calls) for v in c.outs}
     needs = [{makers[v] for v in c.ins if isinstance(v, int) and v in makers} for _, c in calls]
@@ -282,13 +283,13 @@ def _cut(x: Any, row: int, parts: int) -> Any:
 
 
 def _joined(x: Any, row: int) -> Any:
-    """The reverse."""
+    """The inverse of ``_cut``."""
     y = jnp.moveaxis(x, 0, row + 1)
     return y.reshape(*y.shape[:row], y.shape[row] * y.shape[row + 1], *y.shape[row + 2 :])
 
 
 def _line(program: Program, stages: Stages, parts: int) -> str:
-    """What is done in chunks."""
+    """A line that describes a product in chunks."""
     region = stages.region
     where = user_line(program.flat.calls[region.seed].eqn) or "an unknown line"
     return (

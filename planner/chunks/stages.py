@@ -1,9 +1,9 @@
-"""The loops of a region: its operations sorted by what has to be complete before them.
+"""The loops of a region: its operations, grouped by what must be complete before them.
 
-Forward and backward pass of one attention are one region, but what leaves the first (its output)
-comes back, through the rest of the step, as what enters the second (its cotangent). Operations are
-in stage n if what they need has left and entered the region n times; each stage is one loop. What a
-later stage needs of an earlier one and has both dimensions is computed again.
+The forward and the backward pass of an attention are one region, but the output of the forward pass
+leaves it, and the cotangent that enters the backward pass depends on that output through the rest
+of the step. An operation is in stage n if what it needs has left and entered the region n times.
+Each stage is one loop. A later stage recomputes values of earlier ones that have both dimensions.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ ROUNDED_ONCE = frozenset(
     "dot_general mul div neg max min select_n convert_element_type transpose reshape "
     "broadcast_in_dim squeeze expand_dims copy stop_gradient".split()
 )
-"""Operations whose results do not depend on what a compiler fuses them with, if these alone come
-before them."""
+"""Operations whose results do not depend on what a compiler fuses them with, if only such
+operations come before them."""
 LESS = 0.25
-"""Bytes that leave a region over those of its largest value, at most."""
+"""Largest ratio of the bytes that leave a region to those of its largest value."""
 
 
 class Kind(Enum):
-    """What a value is to a loop over chunks."""
+    """The form of a value in a loop over chunks."""
 
     WHOLE = "whole"
     ROWS = "rows"
@@ -65,8 +65,8 @@ class Stages:
 
 
 def stages_of(program: Program, region: Region) -> Stages | None:
-    """The loops of a region; None where its rows depend on each other, or where what leaves it is
-    large itself."""
+    """The loops of a region. None if its rows depend on each other, if a comparison is not safe, or
+    if a result that leaves it has no rows and is no sum over rows."""
     if not _compares_safely(program, region):
         return None
     flat, order = program.flat, sorted(region.calls)
@@ -101,7 +101,7 @@ def stages_of(program: Program, region: Region) -> Stages | None:
             )
         )
     needed = wanted & fixed
-    for at in reversed(order):  # what is made of constants stays for those outside
+    for at in reversed(order):  # values computed from constants stay if they are read outside
         if needed.intersection(flat.calls[at].outs):
             needed.update(v for v in flat.calls[at].ins if isinstance(v, int))
     dropped = frozenset(at for at in order if not needed.intersection(flat.calls[at].outs))
@@ -113,7 +113,7 @@ def _compares_safely(program: Program, region: Region) -> bool:
 
     The gradient of a maximum divides by the number of scores that are equal to it. A compiler may
     compute the scores of a chunk in two kernels; if one fuses a product into a sum, and so rounds
-    once, and the other does not, none may be equal, and 0/0 is no number (seen with XLA:CPU).
+    once, and the other does not, none may be equal, and 0/0 is NaN (seen with XLA:CPU).
     """
     flat = program.flat
     maker = {v: at for at in region.calls for v in flat.calls[at].outs}
@@ -139,7 +139,7 @@ def _compares_safely(program: Program, region: Region) -> bool:
 
 
 def _numbers(program: Program, region: Region) -> dict[int, int]:
-    """The stage of each call of a region; effects wait for those before them."""
+    """The stage of each call of a region. Effects come after earlier effects."""
     inside: dict[int, int] = {}
     outside: dict[int, int] = {}
     out: dict[int, int] = {}
@@ -152,7 +152,7 @@ def _numbers(program: Program, region: Region) -> dict[int, int]:
             out[at] = max(levels, default=0)
             inside.update(dict.fromkeys(call.outs, out[at]))
             continue
-        level = 0  # as of whatever comes before the region, and is not written down
+        level = 0  # also that of everything before the region, which is not recorded
         for v in reads[at]:
             if v in inside:
                 level = max(level, inside[v] + 1)
@@ -166,8 +166,8 @@ def _numbers(program: Program, region: Region) -> dict[int, int]:
 
 
 def _fixed(program: Program, order: Sequence[int]) -> frozenset[int]:
-    """Values that are made of nothing but constants: masks and positions. Whoever else needs them
-    has them whole."""
+    """Values that are computed from constants alone: masks and positions. Readers outside of the
+    loops get them whole."""
     fixed: set[int] = set()
     for at in order:
         call = program.flat.calls[at]
@@ -183,9 +183,11 @@ def _with_again(
     stage: Mapping[int, int],
     number: int,
 ) -> list[int]:
-    """The calls of a stage, and those of earlier ones that it does again: all but sums. A maximum
-    must be that of the scores it is compared with, to the last digit: its gradient divides by the
-    number of scores that are equal to it."""
+    """The calls of a stage, and those of earlier stages that it repeats: all but sums.
+
+    A maximum is repeated because it must match the scores that it is compared with to the last
+    digit: its gradient divides by the number of scores that are equal to it.
+    """
     wanted = {at for at, s in stage.items() if s == number}
     todo = list(wanted)
     while todo:
@@ -201,7 +203,7 @@ def _with_again(
 
 
 def _kinds(program: Program, region: Region, calls: Sequence[int]) -> dict[int, Kind] | None:
-    """What the results of a loop's operations are; None where rows depend on each other."""
+    """The kinds of the results of a loop's operations; None if rows depend on each other."""
     flat = program.flat
     kinds: dict[int, Kind] = {}
     for at in calls:
@@ -227,7 +229,7 @@ def _kinds(program: Program, region: Region, calls: Sequence[int]) -> dict[int, 
 
 
 def pays(program: Program, stages: Stages) -> bool:
-    """Whether what leaves the loops is small beside what they hold."""
+    """Whether the values that leave the loops are small compared with those inside."""
     flat, region = program.flat, stages.region
     sizes = {
         v: nbytes(var.aval)

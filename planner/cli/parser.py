@@ -1,4 +1,4 @@
-"""The parser of the command: errors of one line, with the name that was meant."""
+"""The parser of the command: its errors take one line and suggest the nearest name."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _UNKNOWN = re.compile(r"unrecognized arguments: .*?(--[\w-]+)")
 
 
 class Parser(argparse.ArgumentParser):
-    """``argparse``'s, without the usage before an error."""
+    """``argparse``'s parser, without the usage text before an error."""
 
     def error(self, message: str) -> NoReturn:
-        """Print the error, the nearest name and where help is, and exit with 2."""
+        """Print the error, the nearest name and how to get help, and exit with 2."""
         choice, unknown = _CHOICE.search(message), _UNKNOWN.search(message)
         hint = ""
         if choice is not None:

@@ -1,4 +1,4 @@
-"""Two plans side by side: what differs, folded so that repeated layers are one line. No jax."""
+"""The differences between two plans, folded so that repeated layers share a line. No jax."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from planner.spec import PLAIN
 
 @dataclass(frozen=True)
 class Setting:
-    """Something that plans are made for, or the mesh, that differs."""
+    """A setting that differs: what the plan was made for (cluster, mode, ...), or its mesh."""
 
     name: str
     before: str
@@ -36,9 +36,9 @@ class Figure:
 
 @dataclass(frozen=True)
 class Moved:
-    """``count`` arguments of one pattern that are sharded otherwise.
+    """``count`` arguments of one pattern whose sharding differs.
 
-    ``before`` and ``after`` are shardings in words; empty where a plan has no such argument.
+    ``before`` and ``after`` are shardings as text; empty where a plan has no such argument.
     """
 
     path: str
@@ -51,7 +51,7 @@ class Moved:
 class Exchange:
     """Collectives of one kind, axes, source line and cause, in both plans.
 
-    Counts, seconds and bytes are of all runs in a step on one device, (before, after).
+    Counts, seconds and bytes are totals of all runs in a step on one device: (before, after).
     """
 
     kind: str
@@ -67,11 +67,11 @@ class Exchange:
 class Difference:
     """What differs between two plans.
 
-    ``same``: whether both are the same but for files and lines, and what was tried.
+    ``same``: whether both are the same, apart from files, lines and what the search tried.
     ``same_step``: whether both are for one step with the same shapes; ``step_change`` says where
-    they first differ. ``figures`` has all,
-    changed or not. ``exchanges``: collectives that differ, the largest change of time first.
-    ``fields``: the fields of the plan that differ, where nothing of the above does.
+    they first differ. ``figures``: all figures, changed or not. ``exchanges``: collectives that
+    differ, the largest change of time first. ``fields``: the fields of the plan that differ, if
+    none of the above does.
     """
 
     same: bool
@@ -96,7 +96,7 @@ class Difference:
 
     @property
     def changed(self) -> tuple[Exchange, ...]:
-        """Collectives of both plans that run more often or less, or with other sizes."""
+        """Collectives of both plans that differ in their runs, seconds or bytes."""
         return tuple(e for e in self.exchanges if all(e.count))
 
 
@@ -144,7 +144,7 @@ def _recipe(plan: Plan) -> str:
 
 
 def _of_host(a: Prediction, b: Prediction) -> tuple[Figure, ...]:
-    """Figures of host memory, where one of the plans uses it."""
+    """Figures of host memory, if one of the plans uses it."""
     if not (a.host_bytes or b.host_bytes):
         return ()
     return (
@@ -203,8 +203,8 @@ Key = tuple[str, tuple[str, ...], str, tuple[str, ...]]
 def _sums(
     rows: Iterable[CollectiveRow], moved: Set[Key]
 ) -> dict[Key, tuple[float, float, float, list[str]]]:
-    """Runs, seconds and bytes of collectives that are one line, and their causes; those in
-    ``moved`` are joined wherever they stand."""
+    """Runs, seconds and bytes of collectives that share a line, and their causes; those in
+    ``moved`` are added up regardless of their line."""
     out: dict[Key, tuple[float, float, float, list[str]]] = {}
     for row in rows:
         file = _wherever(row)
@@ -220,12 +220,12 @@ def _sums(
 
 
 def _wherever(row: CollectiveRow) -> Key:
-    """What stays the same about a collective while lines are moved and files renamed."""
+    """The key of a collective that stays the same when lines are moved or files renamed."""
     return row.kind, row.axes, "", pattern(without_place(row.cause))
 
 
 def _lines(rows: Iterable[CollectiveRow]) -> dict[Key, set[str]]:
-    """The lines that such collectives stand at."""
+    """The source lines of the collectives with each such key."""
     out: dict[Key, set[str]] = {}
     for row in rows:
         out.setdefault(_wherever(row), set()).add(row.source)

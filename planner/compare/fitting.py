@@ -15,7 +15,7 @@ from planner.graph.trace import reshaped, trace
 from planner.planning import plan_tried
 
 KINDS = ("h100", "h200", "b200", "v5e", "v5p", "v6e")
-"""Devices that are tried where none is named."""
+"""Kinds of device that are tried if none is named."""
 DOUBLED = 6
 """How often a batch is doubled, or halved, at most."""
 
@@ -26,9 +26,9 @@ class Fit:
 
     Attributes:
         kind: of the device.
-        offer: the step on that cluster; None where it fits on none, ``refused`` says why.
+        offer: the step on that cluster; None if it fits on none, and ``refused`` says why.
         at_once: examples of the largest batch that fits without microbatches, among the step's
-            halved and doubled; 0 where none does, or the step has no batch.
+            batch, its halves and its doubles; 0 if none fits, or the step has no batch.
     """
 
     kind: str
@@ -53,14 +53,14 @@ def fit(
     Args:
         function: the step.
         *args: its arguments, arrays or ShapeDtypeStructs.
-        kinds: of devices.
+        kinds: the kinds of device.
         prices: by kind (``costmodels.prices.load_prices``).
-        progress: called with what is planned next.
+        progress: called with the name of what is planned next.
         **options: of ``make_plan``.
 
     Raises:
-        RequestError, ModelError: as ``make_plan``, but for memory.
-        ClusterError: a device is unknown, or its usual sizes are.
+        RequestError, ModelError: as ``make_plan``, except for memory.
+        ClusterError: a device or its usual sizes are unknown.
     """
     bound = bind(
         function,
@@ -117,7 +117,7 @@ def _at_once(
             plan_tried(function, *changed, cluster=cluster, **options)
         except MemoryLimitError:
             return False
-        except MeshwrightError:  # such as a batch that is written in the step
+        except MeshwrightError:  # such as a batch size that the step's code fixes
             return examples == step.examples
         return True
 

@@ -1,4 +1,4 @@
-"""The usual manual plans as requests, and whether what came of one is as it says."""
+"""The usual manual plans as requests, and notes where a plan differs from its description."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Kind:
     """Devices that the batch is split over."""
     options: dict[str, Any]
     axes: tuple[str, ...] = ()
-    """Mesh axes of the batch's dimensions, by position; nothing is said where it is empty."""
+    """Mesh axes of the batch's dimensions, by position; empty if they are not prescribed."""
     tensor: str = ""
     sequence: str = ""
 
@@ -83,11 +83,11 @@ def kinds(graph: Graph, devices: int) -> Iterator[Kind]:
 
 
 MOST = 0.9
-"""Share of the bytes that has to be as a kind says for it to have no note."""
+"""Share of the bytes that must be split as the kind says; below it, the plan has a note."""
 
 
 def with_marked(mesh: MeshSpec | None, traced: Traced) -> MeshSpec | None:
-    """The mesh with the axes that marks in the model name besides its own, of one device each."""
+    """The mesh, extended by axes of size 1 for other names that marks in the model use."""
     if mesh is None:
         return None
     more = [name for name in axis_names(marks(traced, set())) if name not in mesh.names]
@@ -95,7 +95,7 @@ def with_marked(mesh: MeshSpec | None, traced: Traced) -> MeshSpec | None:
 
 
 def note(graph: Graph, kind: Kind, plan: Plan | None) -> str:
-    """What is not as the kind says: how much of the parameters or the state is split otherwise."""
+    """A note if the plan differs from its kind: the share of the parameters or the state."""
     if plan is None:
         return ""
     parameters = find_state(graph, StateRequest()).parameters
@@ -120,7 +120,7 @@ def note(graph: Graph, kind: Kind, plan: Plan | None) -> str:
 
 
 def divides(graph: Graph, devices: int) -> bool:
-    """Whether some of the batch can be split over so many devices."""
+    """Whether an input of the batch can be split over this number of devices."""
     shapes = [graph.values[v].shape for v in batch_inputs(graph)]
     return devices == 1 or any(shape[0] % devices == 0 for shape in shapes)
 
@@ -143,6 +143,6 @@ def batch_rules(
 
 
 def whole_rules(graph: Graph) -> dict[str, PartitionSpec]:
-    """Path rules that leave the state whole."""
+    """Path rules that replicate the state."""
     paths = [graph.values[v].name for v in graph.state]
     return {f"^{re.escape(path)}$": PartitionSpec() for path in paths}

@@ -38,7 +38,7 @@ def dollars_text(dollars: float) -> str:
 
 
 TIED = "could be as fast as the fastest, by the likely ranges of both predictions"
-"""What the mark "tied" says of an offer."""
+"""The meaning of the mark "tied" of an offer."""
 
 
 def _tied_text(ties: Sequence[Offer]) -> str:
@@ -46,7 +46,7 @@ def _tied_text(ties: Sequence[Offer]) -> str:
 
 
 def how_text(offer: Offer) -> str:
-    """What the plan does, and its recipe."""
+    """The strategy of the plan, and its recipe."""
     plan = offer.plan
     if plan is None:
         return offer.refused
@@ -59,7 +59,7 @@ def named(offer: Offer) -> str:
 
 
 def offers_parts(offers: Offers) -> Iterable[RenderableType]:
-    """The parts of a report: a table of figures, how each is run, whose prices these are."""
+    """The parts of a report: a table of figures, each offer's strategy, the sources of prices."""
     yield Text("the step on each cluster, predicted", style="bold")
     yield ""
     fastest, cheapest, ties = offers.fastest, offers.cheapest, offers.tied_fastest
@@ -121,7 +121,8 @@ def offers_parts(offers: Offers) -> Iterable[RenderableType]:
 
 
 def fits_parts(fits: Sequence[Fit]) -> Iterable[RenderableType]:
-    """The parts of a report: the smallest cluster of each kind, how, whose prices these are."""
+    """The parts of a report: the smallest cluster of each kind, its strategy, the sources of
+    prices."""
     yield Text("the smallest cluster of each kind that the step fits on, predicted", style="bold")
     yield ""
     table = new_table(
@@ -151,7 +152,7 @@ def fits_parts(fits: Sequence[Fit]) -> Iterable[RenderableType]:
 
 
 def fits_json(fits: Sequence[Fit]) -> dict[str, Any]:
-    """The same as plain data."""
+    """The fits as plain data."""
     out = []
     for one in fits:
         row: dict[str, Any] = {"kind": one.kind, "batch_at_once": one.at_once}
@@ -172,8 +173,8 @@ def _prices(offers: Sequence[Offer]) -> Iterable[tuple[str, str]]:
 
 
 def offers_json(offers: Offers) -> dict[str, Any]:
-    """The same as plain data; what is not known is null. "tied": with the fastest one, whose own is
-    false."""
+    """The offers as plain data; unknown numbers are null. "tied": whether an offer ties with the
+    fastest one; false for the fastest one."""
     ties = offers.tied_fastest
     rows = [{**_offer_json(o), **({"tied": o in ties} if o.plan else {})} for o in offers.offers]
     return {"unit": offers.unit, "offers": rows}

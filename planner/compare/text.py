@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute")
 SHOWN = 12
-"""Rows of a list of collectives or arguments."""
+"""Rows shown of a list of collectives or arguments."""
 
 
 def comparison_parts(comparison: Comparison) -> Iterable[RenderableType]:
-    """The parts of a report: times and memory, then what the devices say to each other."""
+    """The parts of a report: times and memory, then the collectives."""
     yield Text(f"plans for {comparison.cluster}", style="bold")
     yield ""
     rows = [("limit", f"{bytes_text(comparison.limit_bytes)} per device")]
@@ -94,7 +94,7 @@ def _step_s(one: Candidate) -> float:
 
 
 def _ratio(comparison: Comparison, one: Candidate) -> str:
-    """The step's time over the chosen one's."""
+    """The step time relative to the chosen plan's."""
     if one.plan is None or comparison.chosen.plan is None:
         return "-"
     base = comparison.chosen.plan.prediction.step_s
@@ -121,8 +121,8 @@ def _kinds(candidates: Sequence[Candidate]) -> RenderableType:
 
 
 def comparison_json(comparison: Comparison) -> dict[str, Any]:
-    """The comparison as plain data; without the plans, which are named by their digests. "tied":
-    with the fastest one, whose own is false."""
+    """The comparison as plain data, with the digests of the plans instead of the plans. "tied":
+    whether a plan ties with the fastest one; false for the fastest one."""
     near = fastest(comparison)[1]
 
     def one(c: Candidate) -> dict[str, Any]:
@@ -153,7 +153,7 @@ def comparison_json(comparison: Comparison) -> dict[str, Any]:
 
 
 def range_json(plan: Plan) -> dict[str, float | None]:
-    """The likely range of a plan's step time; null where no published run says."""
+    """The likely range of a plan's step time; null without published runs."""
     time_range = step_range(plan)
     low, high = (None, None) if time_range is None else (time_range.low_s, time_range.high_s)
     return {"low_s": low, "high_s": high}
@@ -239,7 +239,7 @@ def _exchanges(rows: Sequence[Exchange]) -> RenderableType:
 
 
 def _change(pair: tuple[float, float], text: Any) -> str:
-    """Runs: of the plan that has them, or both where they differ."""
+    """The runs of the plan that has them, or of both plans if they differ."""
     if not all(pair) or pair[0] == pair[1]:
         return str(text(max(pair)))
     return f"{text(pair[0])} -> {text(pair[1])}"

@@ -1,8 +1,8 @@
 """Predicted compute seconds of single operations, for reports.
 
-A group is priced as a whole: its elementwise operations share kernels, and of all their flop and
-bytes the slower counts. An operation gets the part of its group's seconds that it would take of
-them alone.
+A group is priced as a whole: its elementwise operations share kernels, and the slower of all their
+flop and all their bytes counts. The group's seconds are divided among its operations in proportion
+to the seconds that each would take alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from planner.step.kernels.costs import Work
 def op_seconds(plan: Chosen) -> tuple[float, ...]:
     """Per operation, the compute seconds on one device of all its runs in a step.
 
-    Their sum is the plan's predicted compute, less the start of the step.
+    Their sum is the plan's predicted compute without the start of the step.
     """
     priced, graph = plan.priced, plan.graph
     analysis = priced.analysis

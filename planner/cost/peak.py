@@ -21,7 +21,7 @@ from planner.step.buffers import Lifetimes, has_gaps
 
 
 def buffer_bytes(plan: Chosen, buffers: Sequence[Buffer]) -> list[float]:
-    """Bytes per device of some buffers."""
+    """Bytes per device of each buffer."""
     priced = plan.priced
     pricer = Pricer(priced.analysis, priced.mesh, priced.model)
     return [
@@ -30,7 +30,7 @@ def buffer_bytes(plan: Chosen, buffers: Sequence[Buffer]) -> list[float]:
 
 
 def traced_peak(plan: Chosen) -> tuple[float, int]:
-    """The most bytes in use at a moment in the order of the trace, and that moment."""
+    """The peak in bytes in the order of the trace, and its moment."""
     buffers = in_pool(plan.priced.analysis.buffers)
     return _peak(buffers, buffer_bytes(plan, buffers))
 
@@ -39,8 +39,8 @@ def traced_peak(plan: Chosen) -> tuple[float, int]:
 class Profile:
     """What a device holds over a step: ``nbytes[k]`` bytes of buffer k.
 
-    ``moment`` is that of the peak, of two per operation: it, and the collectives behind it.
-    ``traced`` is whether the order is that of the trace, where the compiler has another.
+    ``moment`` is the moment of the peak. Every operation has two moments: the operation, and the
+    collectives after it. ``traced``: whether the order is the trace's instead of the compiler's.
     """
 
     held: Lifetimes
@@ -51,7 +51,7 @@ class Profile:
 
 
 def scheduled_peak(plan: Chosen, limit_bytes: float) -> tuple[float, tuple[str, ...]]:
-    """The peak in the order in which a compiler runs the step, and what holds the most of it."""
+    """The peak in the order in which a compiler runs the step, and the values that hold most."""
     profile = memory_over_time(plan, limit_bytes)
     return profile.peak_bytes, _holders(plan, profile)
 
@@ -59,8 +59,8 @@ def scheduled_peak(plan: Chosen, limit_bytes: float) -> tuple[float, tuple[str, 
 def memory_over_time(plan: Chosen, limit_bytes: float) -> Profile:
     """The buffers of the chosen plan in the order in which a compiler runs the step.
 
-    Where gradients of parameters are computed last if memory suffices, a compiler that would run
-    out of memory keeps closer to the order of the trace (``planner.step.memory.schedule``).
+    Some compilers compute gradients of parameters last if memory suffices. If it does not, they
+    stay closer to the order of the trace (``planner.step.memory.schedule``).
     """
     free = _profile(plan, late=True)
     if free.peak_bytes <= limit_bytes or not plan.priced.analysis.scheduled.puts_off:
@@ -72,10 +72,10 @@ def memory_over_time(plan: Chosen, limit_bytes: float) -> Profile:
 
 
 def _profile(plan: Chosen, *, late: bool) -> Profile:
-    """What is held in one order, with both ends of every move."""
+    """The memory profile of one order, with both ends of every move."""
 
     def moves(link: GroupLink) -> bool:
-        return any(s.kind != "all_reduce" for s in plan.link_steps(link))  # in place
+        return any(s.kind != "all_reduce" for s in plan.link_steps(link))  # which is in place
 
     analysis = plan.priced.analysis
     apart = {plan.graph.ops[op].outputs[0] for op in kept_apart(plan)}
@@ -88,7 +88,7 @@ def _profile(plan: Chosen, *, late: bool) -> Profile:
 
 
 def _holders(plan: Chosen, profile: Profile) -> tuple[str, ...]:
-    """The values that hold the most memory at the peak, with their own bytes."""
+    """The values that hold the most memory at the peak, with their bytes, without packing."""
     held: dict[str, float] = {}
     graph = plan.graph
     stays = frozenset((*graph.inputs, *graph.outputs))

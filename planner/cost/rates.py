@@ -1,9 +1,10 @@
-"""What strategies cost on some meshes at once: tables by *mask*, the set of mesh axes in use.
+"""Costs of strategies on several meshes at once: tables by *mask*, the set of mesh axes in use.
 
-Into how many pieces a strategy cuts something, and over which axes it communicates, depends on
-the strategy only through a set of mesh axes, written as a bit mask. So seconds are worked out
-once per mask (8 of them on three axes) and picked per strategy. Arrays with a leading dimension
-[meshes] hold meshes of one number of axes; strategies that a mesh lacks are priced all the same.
+The number of pieces into which a strategy cuts an array, and the axes over which it communicates,
+depend on the strategy only through a set of mesh axes, written as a bit mask. So seconds are
+computed once per mask (8 masks on three axes) and looked up per strategy. Arrays with a leading
+dimension [meshes] are for meshes with the same number of axes; strategies that a mesh lacks are
+priced, too.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ class Rates:
 
     Attributes:
         size: [meshes, masks] devices along the axes of a mask.
-        alpha_s, beta_s_per_byte: [meshes, masks] of an all-reduce along them.
-        shift: the two of a permutation.
+        alpha_s, beta_s_per_byte: [meshes, masks] of an all-reduce along the axes of a mask.
+        shift: the same two tables for a permutation.
         costs: see ``Transitions``.
-        meshes: their sizes.
+        meshes: the axis sizes of each mesh.
     """
 
     model: CostModel
@@ -60,7 +61,7 @@ class Rates:
 
     @staticmethod
     def of(meshes: Sequence[tuple[int, ...]], model: CostModel) -> Rates:
-        """The tables of meshes of one number of axes."""
+        """The tables of meshes with the same number of axes."""
         n = len(meshes[0])
         size = np.ones((len(meshes), 1 << n))
         for mask in range(1, 1 << n):
@@ -107,7 +108,7 @@ class Rates:
         return axis_masks
 
     def codes(self, assign: IntArray, classes: Sequence[frozenset[int]]) -> IntArray:
-        """[strategies] which class of factors every axis splits, as a number (see ``split``)."""
+        """[strategies] the class of factors that every axis splits, as one code (see ``split``)."""
         digit = np.zeros(int(assign.max(initial=-1)) + 2, np.int64)
         for c, factors in enumerate(classes):
             for f in factors:
@@ -117,7 +118,7 @@ class Rates:
         return class_codes
 
     def split(self, classes: int, which: tuple[int, ...]) -> Array:
-        """[meshes, codes] into how many pieces the classes ``which`` are cut, of so many."""
+        """[meshes, codes] the number of pieces of the classes ``which``, out of ``classes``."""
         known = self.splits.get((classes, which))
         if known is None:
             base, n = classes + 1, self.num_axes
@@ -127,7 +128,7 @@ class Rates:
         return known
 
     def compute_s(self, item: Work, assign: IntArray) -> Array:
-        """[meshes, strategies] seconds of a share of the work, starts of its kernels included."""
+        """[meshes, strategies] seconds of a device's share of the work, with kernel launches."""
         count = len(item.classes)
 
         def pieces(which: tuple[int, ...]) -> Array:
@@ -158,7 +159,7 @@ class Rates:
         return r.weight * np.where(over > 0, latency * alpha + beta * local, 0.0)
 
     def said_s(self, collective: Said) -> Array:
-        """[meshes] seconds of a collective that the user wrote, on a mesh with its axes."""
+        """[meshes] seconds of a collective that the user wrote; 0 on a mesh without its axes."""
         seconds = np.zeros(len(self.meshes))
         for k, sizes in enumerate(self.meshes):
             if max(collective.axes) < len(sizes):
@@ -171,7 +172,7 @@ class Rates:
     def gather_s(
         self, nbytes: float, layout: tuple[int, ...], chosen: StrategySet, change_s: float
     ) -> Array:
-        """[meshes, strategies] seconds from how an input is stored to how it is used."""
+        """[meshes, strategies] seconds to reshard an input from its stored to its used layout."""
         rank = len(layout)
         src = digits(chosen.store, layout, frozenset(), rank)
         dst = digits(chosen.use, layout, frozenset(), rank)
@@ -201,7 +202,7 @@ class Rates:
     def node_s(
         self, analysis: Analysis, group: int, chosen: StrategySet, change_s: float = 0.0
     ) -> Array:
-        """[meshes, strategies] seconds of a group, communication by what does not hide."""
+        """[meshes, strategies] seconds of a group, without the communication that hides."""
         compute, *communication = self.node_parts(analysis, group, chosen, change_s)
         seconds = Overlap.of(self.model).linear_s(compute, communication)
         if analysis.facts[group].fed:
@@ -211,7 +212,7 @@ class Rates:
         return seconds
 
     def feed_s(self, analysis: Analysis, group: int, chosen: StrategySet) -> Array:
-        """[meshes, strategies] seconds that feeding a group's share of the batch counts for."""
+        """[meshes, strategies] seconds charged for feeding a group's share of the batch."""
         share, copied_s = (np.zeros((len(self.size), chosen.count)) for _ in range(2))
         link = self.model.host_s_per_byte
         link = link if math.isfinite(link) else 0.0
@@ -223,7 +224,7 @@ class Rates:
         return share * (SHARE * ideal) + np.maximum(copied_s - ideal, 0.0)
 
     def decided_s(self, facts: Facts, chosen: StrategySet) -> dict[str, Array]:
-        """[meshes, strategies] seconds of what else is decided for a group, by decision."""
+        """[meshes, strategies] seconds of a group's other decisions, by decision."""
         prices = _StrategyPrices(self, chosen)
         return {
             name: DECISIONS[name].seconds(decision_facts, chosen.option(name), prices)
@@ -248,7 +249,7 @@ class Rates:
         return local
 
     def _padding(self, assign: IntArray, layout: Layout, tiled: Tiled) -> Array:
-        """[meshes, strategies] bytes that shards take in memory over those of their elements."""
+        """[meshes, strategies] ratio of bytes of shards in memory to those of their elements."""
         key = (id(assign), layout, tiled)
         known = self.paddings.get(key)
         if known is None:
@@ -265,7 +266,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class _StrategyPrices:
-    """What decisions ask of the cluster (``space.decisions.base.Prices``)."""
+    """The prices that decisions use (implements ``space.decisions.base.Prices``)."""
 
     rates: Rates
     chosen: StrategySet
@@ -283,17 +284,17 @@ class _StrategyPrices:
 
 
 def weighted(share: float, seconds: Array) -> Array:
-    """``share`` of some seconds; what is impossible stays so in a loop that never runs."""
+    """``share * seconds``, but infinite seconds stay infinite (impossible) if the share is 0."""
     return share * seconds if share else np.where(np.isinf(seconds), seconds, 0.0)
 
 
 def place_of(link: GroupLink) -> Place:
-    """Where what sends a link's value stands in a step. The next step reads an updated input."""
+    """The place in a step of a link's collectives. Updated inputs are read by the next step."""
     if link.gradient:
         return Place.BEHIND
     return Place.AHEAD if link.off_path else Place.WAITED
 
 
 def exposed(model: CostModel, link: GroupLink) -> float:
-    """Share of what sends a link's value that does not hide under compute."""
+    """Share of a link's communication that does not hide under compute."""
     return Overlap.of(model).exposed(place_of(link))

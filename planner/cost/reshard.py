@@ -1,20 +1,20 @@
-"""Resharding: what it takes to go from one sharding of a tensor to another.
+"""Resharding: the collectives that change one sharding of a tensor into another.
 
 A *code* writes a sharding of a rank-r tensor on an n-axis mesh as one integer: digit k
 (base r+2) belongs to mesh axis k and is 0 (axis unused), d+1 (splits dimension d) or r+1
-(partial sums along this axis). A change takes these collectives, each where it is needed:
+(partial sums along this axis). A change takes these collectives, in this order, if needed:
 
 ===============  ==========================================================================
 slice            free: every device has the data
-reduce-scatter   of partial sums whose axes all split a dimension afterwards, or, where the
-                 executor says it (``splits_sums``), over those axes that do
+reduce-scatter   of partial sums whose axes all split a dimension afterwards, or, if the
+                 executor separates them (``splits_sums``), over those axes that do
 all-reduce       of other partial sums
 permute          shards trade places: axes in another dimension, or in another order
 all-to-all       axes go from one dimension to another
 all-gather       axes that split nothing afterwards
 ===============  ==========================================================================
 
-in this order. Which are needed is `route`'s to say, after Shardy's own pass; payloads follow
+`route` determines which are needed, following Shardy's pass. Payloads follow
 costmodels.collectives: unreduced input, tensor, local shard, gathered result.
 """
 
@@ -33,12 +33,12 @@ from costmodels import Cluster, Collective, CostModel
 from planner.cost.routes import PARTIAL, Pattern, Route, all_patterns, patterns, route
 
 COMBINABLE = frozenset({"all_reduce", "reduce_scatter", "all_gather"})
-"""Kinds that XLA combines with others of their kind, of parameters and gradients."""
+"""Kinds of collectives that XLA combines with others of their kind for parameters and gradients."""
 
 AFTER_SUM = 6.0
-"""Where products absorb what follows them: how many times more the bytes of a sum are moved, as
-a collective separates the two. The sum is written, read and its successor written, each as 32-bit
-lanes: three times two for bfloat16."""
+"""Additional memory traffic of a sum that a collective separates from a product, in multiples of
+its bytes, on devices where products absorb what follows them. The sum is written and read, and its
+successor is written, each as 32-bit lanes: three times two for bfloat16."""
 
 IntArray = NDArray[np.int64]
 
@@ -86,7 +86,7 @@ def pattern_of(src: Sequence[int], dst: Sequence[int], rank: int) -> Pattern:
 
 @lru_cache(maxsize=64)
 def _skipping(n: int, ones: int) -> IntArray:
-    """[patterns + 1] the number of every pattern of n axes when nothing happens along ``ones``."""
+    """[patterns + 1] for every pattern of n axes, the number of the pattern without ``ones``."""
     known = {pattern: k for k, pattern in enumerate(all_patterns(n))}
     out = []
     for pattern in known:
@@ -98,8 +98,8 @@ def _skipping(n: int, ones: int) -> IntArray:
 
 
 def splits_sums(cluster: Cluster) -> bool:
-    """Whether the executor reduce-scatters along some axes and then all-reduces along others, as
-    the default lowering of a plan says (`planner.plan.compiled.lowering`)."""
+    """Whether the executor reduce-scatters along some axes and then all-reduces along others, as in
+    the default lowering of a plan (`planner.plan.compiled.lowering`)."""
     if cluster.kind == "torus":
         return sum(length > 1 for length in cluster.shape) > 1
     return cluster.device.kind != "cpu"
@@ -108,8 +108,8 @@ def splits_sums(cluster: Cluster) -> bool:
 def collectives_of(
     way: Route, sizes: Sequence[int], splits: bool = True
 ) -> list[tuple[Collective, int, float]]:
-    """The collectives of a route on mesh axes of some sizes: kind, mask of axes, and the payload as
-    a share of the tensor. ``splits``: see `splits_sums`."""
+    """The collectives of a route on mesh axes of the given sizes: kind, mask of axes, and payload
+    as a share of the tensor. ``splits``: see `splits_sums`."""
 
     def size(mask: int) -> int:
         return math.prod(n for k, n in enumerate(sizes) if mask >> k & 1)
@@ -174,12 +174,11 @@ def after_sum_s(model: CostModel) -> float:
 class Transitions:
     """Seconds of every *transition* on some meshes: ``alpha_s + nbytes * beta_s_per_byte``.
 
-    A transition is a pattern (see ``route``), numbered as in ``all_patterns``; the last column,
-    which -1 picks, is for changes to partial sums, which nothing may ask for. Arrays have shape
-    [meshes, transitions]; ``combined_alpha_s`` is for parameters and gradients.
-    ``changes`` [transitions] counts the axes along which the layout changes (anything but an
-    all-reduce); ``sums`` [transitions]: whether partial sums are reduced, and
-    nothing else.
+    A transition is a pattern (see ``route``), numbered as in ``all_patterns``. The last column
+    (index -1) is for changes to partial sums, which are not allowed. Arrays have shape [meshes,
+    transitions]; ``combined_alpha_s`` is for parameters and gradients. ``changes`` [transitions]
+    counts the axes along which the layout changes (anything but an all-reduce); ``sums``
+    [transitions]: whether partial sums are reduced, and nothing else.
     """
 
     alpha_s: NDArray[np.float64]
@@ -189,16 +188,16 @@ class Transitions:
     sums: NDArray[np.bool_]
 
     def shares(self, share: float) -> NDArray[np.float64]:
-        """[transitions] what a link of this share (``GroupLink.share``) is multiplied by."""
+        """[transitions] the factor on the seconds of a link with this ``GroupLink.share``."""
         return np.where(self.sums, share, 1.0)
 
 
 @dataclass(frozen=True, eq=False)
 class _Routes:
-    """The routes of all patterns of a number of axes, as arrays [patterns] of masks and flags.
+    """The routes of all patterns of n axes, as arrays [patterns] of masks and flags.
 
-    ``moves`` is [patterns, n]. ``free`` are the axes that come to dimensions that nothing left;
-    ``full`` [patterns, n, 2] the axes that leave and that come, where a dimension has both.
+    ``moves`` is [patterns, n]. ``free`` are the axes that dimensions gain that lose none; ``full``
+    [patterns, n, 2] are the axes lost and gained, for each dimension that has both.
     """
 
     reduced: IntArray
@@ -249,8 +248,8 @@ def _routes(n: int) -> _Routes:
 
 
 def transition_costs(meshes: Sequence[tuple[int, ...]], model: CostModel) -> Transitions:
-    """``reshard_steps`` of every transition on meshes of one number of axes (the same
-    arithmetic, vectorised)."""
+    """``reshard_steps`` of every transition, on meshes with the same number of axes (the same
+    arithmetic, vectorized)."""
     n = len(meshes[0])
     ways = _routes(n)
     size = np.ones((len(meshes), 1 << n), np.int64)

@@ -1,13 +1,13 @@
-"""Which collectives take a tensor from one sharding to another: the route of Shardy's partitioner.
+"""The collectives that take a tensor from one sharding to another, as in Shardy's partitioner.
 
 A sharding says, per mesh axis, which dimension the axis splits. Shardy (openxla.org/shardy, pass
-``sdy-reshard-to-collectives``) slices first, which is free, then permutes shards once where axes
-stand in the wrong dimension or the wrong order, then moves axes between dimensions by all-to-alls,
-and gathers last. Which of these are needed depends on the *pattern* of the change: the dimension
-of each axis before and after, up to renaming dimensions. How much each moves depends on axis
-sizes, which stay symbols here: a payload is the tensor divided by the product of some axes.
+``sdy-reshard-to-collectives``) slices first, which is free, then permutes shards once if axes are
+in the wrong dimension or the wrong order, then moves axes between dimensions by all-to-alls, and
+gathers last. The *pattern* of the change determines which of these are needed: the dimension of
+each axis before and after, up to renaming dimensions. The bytes that each moves depend on axis
+sizes, which stay symbolic here: a payload is the tensor divided by the product of some axes.
 
-Whether a permutation is needed is found by following the pass on axes of equal size.
+To decide whether a permutation is needed, this module simulates the pass on axes of equal size.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ Pattern = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What a pattern needs. Sets of axes are bit masks (axis k is bit k).
+    """The collectives that a pattern needs. Sets of axes are bit masks (axis k is bit k).
 
     Attributes:
         reduced: axes whose partial sums are combined.
-        scattered: whether that is a reduce-scatter, an all-reduce otherwise.
+        scattered: whether a reduce-scatter combines them; otherwise, an all-reduce does.
         before: axes that split the tensor before.
         sliced: axes that split it only after (scattered ones among them).
-        moves: axes that change their dimension, those together that an all-to-all moves together.
+        moves: axes that change their dimension, one mask per all-to-all.
         gathered: axes that split it only before.
         after: axes that split it after.
         permutes: whether shards are permuted.
         shuffled: axes of every dimension that changes.
-        dims: per dimension that changes, (axes only before, axes only after) past those that lead
-            both.
+        dims: per dimension that changes, (axes before, axes after), without the leading axes that
+            are the same in both.
     """
 
     reduced: int
@@ -104,7 +104,7 @@ def _mask(axes: tuple[int, ...]) -> int:
 
 
 def _difference(pattern: Pattern) -> tuple[Axes, Axes]:
-    """Axes of every dimension before and after, without those that lead both alike."""
+    """Axes of every dimension before and after, without the leading ones that both share."""
     inside: Axes = {}
     outside: Axes = {}
     for k, (s, d) in enumerate(pattern):
@@ -163,7 +163,7 @@ def _slice_at_source(
     present: set[int],
     target: dict[int, int],
 ) -> None:
-    """Slice axes where others are about to be moved together with them."""
+    """Slice axes in a dimension whose last axes are about to move, so that they move together."""
     for d in sorted(now):
         last = now[d][-1] if now[d] else None
         if last is None or goal[d] or last not in target or now[target[last]]:
@@ -217,7 +217,7 @@ def _misplaced(
 
 IntArray = NDArray[np.int64]
 MOST_CODES = 512
-"""Digits of one side up to which all pairs are tabulated."""
+"""Number of codes of one side up to which all pairs are tabulated."""
 
 
 def patterns(src: IntArray, dst: IntArray, rank: int) -> IntArray:
@@ -239,7 +239,7 @@ def patterns(src: IntArray, dst: IntArray, rank: int) -> IntArray:
 
 @lru_cache(maxsize=32)
 def _pattern_table(n: int, rank: int) -> IntArray:
-    """``patterns`` of every pair of digits, by their numbers to the base of ``rank`` + 2."""
+    """``patterns`` of every pair of codes, which write the digits in base ``rank`` + 2."""
     base = rank + 2
     every = np.arange(base**n)[:, None] // base ** np.arange(n) % base
     return _patterns(every[:, None], every[None, :], rank)
@@ -285,7 +285,7 @@ def all_patterns(n: int) -> tuple[Pattern, ...]:
 
 @lru_cache(maxsize=8)
 def _codes(n: int) -> tuple[IntArray, IntArray]:
-    """Codes of all patterns, sorted, and where each stands in ``all_patterns``."""
+    """Codes of all patterns, sorted, and the index of each in ``all_patterns``."""
     digits = np.asarray(all_patterns(n), np.int64).reshape(-1, 2 * n)
     digits = np.where(digits == PARTIAL, 2 * n + 1, digits)
     codes = digits @ (2 * n + 3) ** np.arange(2 * n - 1, -1, -1)

@@ -34,13 +34,13 @@ __all__ = [
 ]
 
 SHOWN = 3
-"""Decisions that are explained in full; the others are named."""
+"""Decisions that are explained in full; the others are only named."""
 SHARED = 4
-"""Values named that share a decision."""
+"""Number of values that share a decision and are named."""
 
 
 def explain(function: Callable[..., Any], *args: Any, target: str, **options: Any) -> Explanation:
-    """Plan a step and say why values are sharded as they are.
+    """Plan a step and explain why values are sharded as they are.
 
     Args:
         function: the step.
@@ -49,7 +49,7 @@ def explain(function: Callable[..., Any], *args: Any, target: str, **options: An
         **options: as for ``planner.make_plan``; ``cluster`` is required.
 
     Raises:
-        ModelError, RequestError: as ``make_plan``; RequestError, too, when nothing is called
+        ModelError, RequestError: as ``make_plan``; RequestError also if nothing matches
             ``target``.
     """
     return explain_planned(plan_step(function, *args, **options), target)
@@ -59,7 +59,7 @@ def explain_planned(planned: Planned, target: str) -> Explanation:
     """Explain values of a step that was planned.
 
     Raises:
-        RequestError: nothing is called ``target``; names the nearest.
+        RequestError: nothing matches ``target``; the message has the nearest names.
     """
     graph = planned.extraction.graph
     values = find_values(graph, target)
@@ -68,7 +68,7 @@ def explain_planned(planned: Planned, target: str) -> Explanation:
         raise RequestError(f"{target}: a scalar, which has nothing to split")
     setting = setting_of(planned)
     homes = planned.extraction.priced.analysis.groups.home
-    first: dict[int, int] = {}  # of each decision, its largest value that was meant
+    first: dict[int, int] = {}  # per decision, the largest value that matches
     order = sorted(
         sized,
         key=lambda v: (graph.values[v].role is Role.MOMENT, -graph.values[v].nbytes, v),
@@ -125,7 +125,7 @@ def _decision(planned: Planned, setting: PlanSetting, node: int, value: int) -> 
 def _forced(
     planned: Planned, setting: PlanSetting, node: int, group: int, layout: tuple[int, ...]
 ) -> tuple[str, ...]:
-    """Pins, mode and memory; what forbids dimensions is said with them."""
+    """What forces the choice: pins, mode and memory. ``Dimension.why`` covers single dimensions."""
     plan, mode = planned.extraction, planned.plan.mode
     graph, mesh = plan.graph, plan.priced.mesh
     out = [f"pin: {origin}" for origin in pinned_by(plan, planned.pins, group)]

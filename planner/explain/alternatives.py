@@ -1,9 +1,9 @@
 """What another sharding of one value would cost, and what it would change elsewhere.
 
-Two prices, both the search's own and differences to the plan: with everything else as planned, and
-with the best completion that is found around it. For that the problem is searched again with the
-decision held, from nothing (the fast search) and by local moves from the plan; what
-gains nothing is then put back as the plan has it. A completion is not proved the best.
+An alternative has two prices, both in the search's cost and relative to the plan: with everything
+else as planned, and with the best completion around it. For the completion, the problem is searched
+again with the decision fixed, from scratch (the fast search) and by local moves from the plan.
+Changes that gain nothing are then reverted. A completion is not proved to be the best.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from planner.search.registry import FAST, SEARCHES
 from planner.spec import Sharding
 
 PRICED = 6
-"""Alternatives with a row, the cheapest ones by themselves first."""
+"""Alternatives with a row: those that are cheapest with everything else as planned."""
 CHANGES = 4
 """Changes elsewhere that are named."""
 TRIAL_S = 10.0
-"""Seconds for one search at most."""
+"""Time limit of one search in seconds."""
 ROUNDS = 8
-"""Passes of local moves."""
+"""Largest number of passes of local moves."""
 SAME = 1e-9
-"""Relative cost below which two choices are the same."""
+"""Relative difference in cost below which two choices count as equal."""
 
 Ways = dict[tuple[Sharding, Sharding], list[int]]
 
 
 def ways(setting: PlanSetting, node: int, layout: Sequence[int]) -> Ways:
-    """The strategies of a decision by how they store and use a value of this layout."""
+    """The strategies of a decision by the shardings that store and use a value of this layout."""
     out: Ways = {}
     for strategy in range(setting.priced.sets[node].count):
         out.setdefault(shardings(setting, node, strategy, layout), []).append(strategy)
@@ -47,7 +47,7 @@ def ways(setting: PlanSetting, node: int, layout: Sequence[int]) -> Ways:
 def alternatives(
     setting: PlanSetting, node: int, layout: Sequence[int]
 ) -> tuple[tuple[Alternative, ...], int]:
-    """Other shardings of a value, cheapest completion first, and how many have no row."""
+    """Other shardings of a value, cheapest completion first, and the number without a row."""
     state = MoveState(setting.problem, setting.timeline, setting.choice)
     now = shardings(setting, node, setting.choice[node], layout)
     candidates: list[tuple[float, tuple[Sharding, Sharding], list[int], int]] = []
@@ -95,9 +95,9 @@ def _alternative(
 def completed(
     setting: PlanSetting, node: int, strategies: Sequence[int], one: int
 ) -> tuple[int, ...] | None:
-    """The best choice found with a decision held to some strategies; None if none fits.
+    """The best known choice with a decision restricted to ``strategies``; None if none fits.
 
-    ``one`` of them is where local moves from the plan begin.
+    Local moves from the plan start with its strategy ``one``.
     """
     held = _held(setting.searched, node, strategies)
     start = list(setting.choice)
@@ -127,7 +127,7 @@ def _held(problem: Problem, node: int, strategies: Sequence[int]) -> Problem:
 
 
 def _descend(state: MoveState) -> None:
-    """Local moves until nothing gains."""
+    """Make local moves until none gains."""
     deadline = time.monotonic() + TRIAL_S
     for _ in range(ROUNDS):
         moved = descend(state, deadline)
@@ -136,8 +136,8 @@ def _descend(state: MoveState) -> None:
 
 
 def _put_back(held: Problem, setting: PlanSetting, choice: Sequence[int]) -> tuple[int, ...]:
-    """The choice with what gains nothing as the plan has it: first whole pieces of connected
-    decisions that differ from the plan's, then single ones."""
+    """Revert changes to the plan that gain nothing: first whole pieces of connected decisions that
+    differ from the plan, then single decisions."""
     state = MoveState(held, setting.timeline, choice)
     small = SAME * abs(setting.base[0])
     for piece in _pieces(held, setting.choice, choice):
@@ -161,7 +161,7 @@ def _put_back(held: Problem, setting: PlanSetting, choice: Sequence[int]) -> tup
 
 
 def _pieces(problem: Problem, plan: Sequence[int], choice: Sequence[int]) -> list[list[int]]:
-    """The connected pieces of what differs from the plan, the forbidden taken out."""
+    """The connected pieces of decisions that differ from the plan, if the plan's is allowed."""
     differs = [
         a != b and bool(np.isfinite(problem.cost_s[k][a]))
         for k, (a, b) in enumerate(zip(plan, choice, strict=True))
@@ -175,7 +175,7 @@ def _pieces(problem: Problem, plan: Sequence[int], choice: Sequence[int]) -> lis
     for start in near:
         piece = [] if start in seen else [start]
         seen.add(start)
-        for k in piece:  # grows while it is read
+        for k in piece:  # grows during the loop
             new = dict.fromkeys(other for other in near[k] if other not in seen)
             seen.update(new)
             piece.extend(new)
@@ -187,7 +187,7 @@ def _pieces(problem: Problem, plan: Sequence[int], choice: Sequence[int]) -> lis
 def _changes(
     setting: PlanSetting, around: Sequence[int], changed: Sequence[int]
 ) -> tuple[tuple[Change, ...], int]:
-    """The largest changes, arguments first, equal texts once; and how many there are."""
+    """The largest changes, arguments first, equal texts once; and the number of all changes."""
     graph = setting.plan.graph
 
     def weight(node: int) -> tuple[bool, int, int]:
@@ -214,7 +214,7 @@ def _changes(
 
 
 def without_limit(setting: PlanSetting, node: int, layout: Sequence[int]) -> str:
-    """What the sharding would be if memory were no matter; empty when it would be the same."""
+    """The sharding without the memory limit, as text; empty if it is the same or fits the limit."""
     free = dataclasses.replace(setting.searched, limit_bytes=np.inf)
     state = MoveState(free, setting.timeline, setting.choice)
     _descend(state)

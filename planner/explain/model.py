@@ -1,4 +1,4 @@
-"""What an explanation says, as plain data. Seconds and bytes of one device and one step."""
+"""Explanations as plain data. Seconds and bytes are per device and step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Dimension:
     """One dimension of a value and what may split it.
 
     ``axes`` split it in the plan; ``open_to`` are the mesh axes that could (alone); ``why`` says
-    why no other ones can, or who reads it whole.
+    why no others can, or what reads it whole.
     """
 
     size: int
@@ -23,7 +23,7 @@ class Dimension:
 
 @dataclass(frozen=True)
 class Change:
-    """Another decision that an alternative changes, with ``count`` equal ones."""
+    """A change of other decisions, ``count`` equal ones, that an alternative causes."""
 
     what: str
     before: str
@@ -33,7 +33,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Price:
-    """What an alternative costs over the plan: step time, peak memory, and whether it fits."""
+    """Price of an alternative relative to the plan: step time, peak memory, whether it fits."""
 
     extra_s: float
     extra_bytes: float
@@ -44,9 +44,8 @@ class Price:
 class Alternative:
     """Another sharding of a value.
 
-    ``alone``: with everything else as planned. ``best``: with the best that was found around it,
-    which changes ``changed`` other decisions, ``changes`` among them; None when nothing was found
-    that fits.
+    ``alone``: with everything else as planned. ``best``: with the best completion around it, which
+    changes ``changed`` other decisions, ``changes`` among them; None if no completion fits.
     """
 
     stored: Sharding
@@ -61,9 +60,9 @@ class Alternative:
 class Decision:
     """A value whose sharding was decided, together with ``shared`` others.
 
-    ``equal`` such decisions are one, as in repeated layers. ``strategies`` are left of
-    ``possible`` ones after pins and modes. ``forced`` says by what. ``unpriced`` alternatives have
-    no row.
+    ``equal``: number of equal decisions that are made as one, as in repeated layers. Pins and modes
+    leave ``strategies`` of ``possible`` ones. ``forced``: what forces the choice. ``unpriced``:
+    number of alternatives without a row.
     """
 
     what: str
@@ -87,7 +86,7 @@ class Decision:
 class Explanation:
     """Why values are sharded as they are.
 
-    ``decisions`` are the largest that the target means, ``more`` names the others.
+    ``decisions`` are the largest that match the target; ``more`` names the others.
     """
 
     target: str

@@ -1,4 +1,4 @@
-"""A text that names values of a step: a path, a line, a value's number, an operation."""
+"""Find the values of a step that a text names: a path, a line, a value's number, an operation."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from planner.graph.ir import SCALAR, Graph
 _LINE = re.compile(r"(?:(?P<file>[^:]+\.py):)?(?P<line>\d+)")
 _VALUE = re.compile(r"%(?P<index>\d+)")
 _KEYS = re.compile(r"(?:\[[^\]]*\]|\.\w+)+")
-"""A piece of a path, which is no regular expression."""
+"""A piece of a path, which is not used as a regular expression."""
 NEAREST = 5
 
 
 def find_values(graph: Graph, target: str) -> tuple[int, ...]:
-    """The values that a text means, in the order of the program.
+    """The values that a text names, in the order of the program.
 
     ======================  =========================================================
     ``%12``                 value 12 of the graph
@@ -28,7 +28,7 @@ def find_values(graph: Graph, target: str) -> tuple[int, ...]:
     ======================  =========================================================
 
     Raises:
-        RequestError: nothing has that name; names the nearest.
+        RequestError: nothing has that name; the message has the nearest names.
     """
     if match := _VALUE.fullmatch(target):
         index = int(match["index"])
@@ -63,7 +63,7 @@ def _matching(paths: dict[str, int], target: str) -> tuple[int, ...]:
 
 
 def _of_line(graph: Graph, file: str | None, line: int) -> tuple[int, ...]:
-    """Results of the operations of a line; ``file`` None means any file of the user's."""
+    """Results of the operations of a line; ``file`` None means any of the user's files."""
     sources = dict.fromkeys(op.source for op in graph.ops if op.source)
     name = None if file is None else file.replace("\\", "/").rpartition("/")[2]
     wanted = {
@@ -86,7 +86,7 @@ def _of_line(graph: Graph, file: str | None, line: int) -> tuple[int, ...]:
 
 
 def _nearest(target: str, names: Sequence[str]) -> str:
-    """The names that look most like a text, as the end of a message."""
+    """The names that are most similar to a text, as the end of a message."""
     close = difflib.get_close_matches(target, names, NEAREST, 0.3)
     inside = [n for n in names if target.strip("[]'\"").lower() in n.lower()]
     near = list(dict.fromkeys([*inside, *close]))[:NEAREST] or list(names[:NEAREST])
@@ -94,5 +94,5 @@ def _nearest(target: str, names: Sequence[str]) -> str:
 
 
 def values_of(graph: Graph, values: Sequence[int]) -> tuple[int, ...]:
-    """Those that have dimensions to split."""
+    """The values that have dimensions to split."""
     return tuple(v for v in values if v != SCALAR and graph.values[v].splits)

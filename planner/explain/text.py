@@ -119,7 +119,7 @@ def _memory(price: Price) -> str:
 
 
 def _changes(row: Alternative) -> Iterable[RenderableType]:
-    """What an alternative changes elsewhere."""
+    """The lines on what an alternative changes elsewhere."""
     yield ""
     yield _under(Text(f"{sharding_text(row.stored, row.used)} also changes", style="dim"))
     lines = [f"{c.what}{_times(c.count)}: {c.before} -> {c.after}" for c in row.changes]

@@ -1,7 +1,7 @@
 """Specs and logical rules as Python text that needs nothing but jax.
 
-A plan's texts enter a module as literals alone (`quoted`), or escaped in its docstring
-(`in_docstring`), whatever stands in them.
+Whatever a plan's texts contain, they enter a module only as literals (`quoted`) or escaped in its
+docstring (`in_docstring`).
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ def quoted(text: str) -> str:
 
 
 def in_docstring(text: str) -> str:
-    """A text as it stands in a docstring: ASCII, on one line, no halves of surrogate pairs."""
+    """A text escaped for a docstring: ASCII, on one line, without halves of surrogate pairs."""
     return _escaped(text.encode("utf-8", "replace").decode())  # Python 3.13 encodes docstrings
 
 
 def _escaped(text: str) -> str:
-    """A text between double quotes, single or triple."""
+    """A text escaped for use between double quotes, single or triple."""
     return ascii(text)[1:-1].replace('"', '\\"')
 
 
 def heading(plan: Plan, what: str) -> str:
-    """Where a file comes from, as the first lines of its docstring."""
+    """The origin of a file, as the first lines of its docstring."""
     return (
         f"{what} of a plan for {in_docstring(plan.cluster)}.\n\n"
         f"Plan {plan.digest[:16]}, mode {in_docstring(plan.mode)}, "
@@ -59,7 +59,7 @@ def specs_text(name: str, leaves: Iterable[Leaf]) -> str:
 
 
 def mapping_text(name: str, rows: Mapping[str, str]) -> str:
-    """A dict literal, one row a line; keys are quoted, values are code."""
+    """A dict literal, one row per line; keys are quoted, values are code."""
     body = "".join(f"    {quoted(key)}: {value},\n" for key, value in rows.items())
     return f"{name} = {{\n{body}}}\n" if body else f"{name} = {{}}\n"
 

@@ -1,5 +1,5 @@
-"""How ``planner inspect script.py`` gets at a step: the first call of a parallelized function
-inside ``capturing`` is handed over instead of being run."""
+"""How ``planner inspect script.py`` obtains a step: inside ``capturing``, the first call of a
+parallelized function is captured instead of run."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def is_on() -> bool:
 
 
 def call_of(function: Any, args: Sequence[Any]) -> CapturedCall | None:
-    """The call of a step that is parallelized already, with its options; None of other steps.
+    """The call of a step that is already parallelized, with its options; None for other steps.
 
     Raises:
-        RequestError and what else the step raises before it plans.
+        RequestError, and whatever else the step raises before it plans.
     """
     to_plan, prepare = (getattr(function, name, None) for name in ("to_plan", "prepare"))
     if callable(to_plan):

@@ -1,4 +1,4 @@
-"""The traceback of a user's model, with the frames of libraries and of the planner left out."""
+"""The traceback of a user's model, without the frames of libraries and of the planner."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _JAX_CAUSES = ("UnfilteredStackTrace", "JaxStackTraceBeforeTransformation")
 
 
 def failure_text(error: BaseException, keep: str = "") -> str:
-    """Format ``error`` and what it was raised from; frames of the user's files only.
+    """Format ``error`` and its causes, with frames of the user's files only.
 
     Args:
         error: the user's exception.
-        keep: a file that counts as the user's wherever it lies.
+        keep: a file that counts as the user's wherever it is.
 
     Returns:
         Text that ends with the exception line.

@@ -1,4 +1,4 @@
-"""Steps that look wrong though they run: nothing comes back, or nothing that comes back is new."""
+"""Notes on steps that run but look wrong: no argument is returned, or none with a new value."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _FLOATS = ("float", "bfloat")
 
 
 def inert_notes(graph: Graph) -> tuple[str, ...]:
-    """What looks wrong about the results of a step, a line each; none for a usual train step.
+    """Notes on results of a step that look wrong, one line each; none for a usual train step.
 
     Args:
         graph: the step.
@@ -34,7 +34,7 @@ def inert_notes(graph: Graph) -> tuple[str, ...]:
 
 
 def _without_state(graph: Graph) -> list[str]:
-    """A line when results besides the state do not depend on it."""
+    """A note if no result besides the state depends on the state."""
     floats = [v for v in graph.reports if graph.values[v].dtype.startswith(_FLOATS)]
     if not floats or not graph.needed_for(floats)[0].isdisjoint(graph.state):
         return []
@@ -45,7 +45,7 @@ def _without_state(graph: Graph) -> list[str]:
 
 
 def _unread(graph: Graph) -> list[str]:
-    """A line per argument that holds matrices of floats and that nothing reads."""
+    """A note per argument that has matrices of floats and that no result depends on."""
     new = [o for o in graph.outputs if o != SCALAR and graph.next_values.get(o, -1) != o]
     read, _ = graph.needed_for(new)
     arguments: dict[str, list[int]] = {}

@@ -1,4 +1,4 @@
-"""A bare Flax model -> a train step to plan, forward, backward and AdamW, or its loss; all
+"""Make a train step (forward, backward and AdamW) or a loss from a bare Flax model; everything is
 abstract."""
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _STATIC = (bool, int, float, str, type(None))
 
 @dataclass(frozen=True)
 class _Built:
-    """A model, shapes of its traced inputs, all inputs from traced ones, and the loss of outputs
-    and traced inputs."""
+    """A model with the shapes of its traced ``inputs``. ``whole`` maps traced inputs to all inputs;
+    ``loss`` is a function of the outputs and the traced inputs."""
 
     model: Any
     nnx: bool
@@ -49,7 +49,7 @@ def model_loss(module: ModuleType) -> Loss:
 
     Raises:
         RequestError: as ``model_call``; or the model has state besides parameters, which a loss of
-            the parameters can't carry on.
+            the parameters can't update.
     """
     built = _built(module)
     function, params, rest = _nnx_loss(built) if built.nnx else _linen_loss(built)
@@ -95,7 +95,7 @@ def _built(module: ModuleType) -> _Built:
 
 
 def _model(module: ModuleType, nnx: Any, linen: Any) -> Any:
-    """The model, an NNX one with abstract arrays only."""
+    """The model; if ``make_model`` makes an NNX model, all of its arrays are abstract."""
     make = getattr(module, "make_model", None)
     name = "model" if make is None else "make_model()"
     if make is None:
@@ -120,7 +120,7 @@ def _model(module: ModuleType, nnx: Any, linen: Any) -> Any:
 
 
 def _no_eager_sharding(nnx: Any) -> Any:
-    """Let partitioning metadata be plain metadata: there is no mesh yet."""
+    """Treat partitioning metadata as plain metadata: there is no mesh yet."""
     use = getattr(nnx, "use_eager_sharding", None)
     return contextlib.nullcontext() if use is None else use(False)
 
@@ -148,7 +148,7 @@ def _nnx_step(built: _Built) -> CapturedCall:
 
 
 def _nnx_loss(built: _Built) -> tuple[Callable[..., Any], Any, Any]:
-    """The loss, its parameters, and what else the model holds."""
+    """The loss, its parameters, and the model's other state."""
     from flax import nnx
 
     graphdef, params, rest = nnx.split(built.model, nnx.Param, ...)

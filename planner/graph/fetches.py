@@ -1,8 +1,8 @@
-"""Arrays kept in host memory: which operations read which copy of them on the device, and when.
+"""Arrays in host memory: which operations read which copy of them on the device, and when.
 
 Such an array is copied to the device before an operation that reads it, and again before a later
 reader if products run in between: between its uses it takes no device memory. Its new value is
-copied back as soon as it is made.
+copied back as soon as it is computed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Span = tuple[int, int]
 
 
 def fetches(graph: Graph, live: Sequence[bool], values: Iterable[int]) -> dict[int, list[Span]]:
-    """Per array, the copies made of it in a step. O(operations).
+    """Per array, its copies to the device in a step. O(operations).
 
     Args:
         graph: the step.

@@ -1,4 +1,4 @@
-"""Rewritten steps: one program for each shapes of the arguments."""
+"""Rewritten steps: one program for each combination of argument shapes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ Step = Callable[..., Any]
 def by_shapes(
     function: Step, args: Sequence[Any], program: Step, rewrite: Callable[..., Step]
 ) -> Step:
-    """A step that has a program for each shapes and dtypes of its arguments.
+    """A step with one program for each combination of shapes and dtypes of its arguments.
 
     Args:
-        function: the step as it was; names and documentation come from it.
-        args: arguments, or ShapeDtypeStructs, that there is a program for already.
-        program: the one for ``args``.
-        rewrite: makes the program for others from their ShapeDtypeStructs (a tuple), once each.
+        function: the original step; names and documentation come from it.
+        args: arguments, or ShapeDtypeStructs, that already have a program.
+        program: the program for ``args``.
+        rewrite: makes the program for others from their ShapeDtypeStructs (a tuple); called once
+            for each combination.
     """
     known = {_types(args): program}
 

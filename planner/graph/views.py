@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def graph_text(graph: Graph, folded: bool = False) -> str:
-    """The graph in lines, see ``Graph.text``."""
+    """The graph as lines of text, see ``Graph.text``."""
     lines = [f"graph: {len(graph.ops)} operations, {len(graph.values)} values"]
     for index, path in zip(graph.inputs, graph.input_paths, strict=True):
         lines.append(f"  {_made(graph, index, f'input {path}')}")

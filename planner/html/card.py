@@ -26,7 +26,7 @@ _ROWS_SHOWN = 40
 
 
 def card(plan: Plan) -> str:
-    """The card."""
+    """The card of a plan."""
     rows = "".join(
         f'<tr><th scope="row" style="{_LABEL};font-weight:400">{escape(label)}</th>'
         f'<td style="{_CELL};width:100%">{escape(value)}</td></tr>'

@@ -1,4 +1,4 @@
-"""Everything that an HTML report shows, gathered from a plan and what it was made from."""
+"""The contents of an HTML report, collected from a plan and the data of its planning."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from planner.report.verdict import (
 from planner.spec import MeshSpec
 
 MOST_DEVICES = {"hierarchy": 128, "torus": 256}
-"""Devices that are drawn; of a larger cluster, the first nodes or planes."""
+"""Largest number of devices drawn; of a larger cluster, the first nodes or planes."""
 
 
 @dataclass(frozen=True)
 class Wiring:
     """The cluster and the mesh on it.
 
-    ``shape``: devices per node and nodes, or the dimensions of a torus. ``lanes``: mesh axes that
-    are used together, their devices and what joins them.
+    ``shape``: devices per node and nodes, or the dimensions of a torus. ``axes``: per mesh axis,
+    its name, its size and the location of its devices (``reach``).
     """
 
     device: str
@@ -54,8 +54,8 @@ class Wiring:
 
 @dataclass(frozen=True)
 class ReportTable:
-    """A table by columns; ``text`` columns hold numbers of texts. ``folded``: per row, the row of
-    the folded table that it is part of."""
+    """A table by columns, in which texts are indices. ``folded``: per row, the row of the folded
+    table that it belongs to."""
 
     columns: dict[str, tuple[Any, ...]]
     folded: tuple[int, ...] = ()
@@ -63,9 +63,9 @@ class ReportTable:
 
 @dataclass(frozen=True)
 class Rival:
-    """A plan beside the chosen one; ``sends``: kind, runs, seconds and bytes of its collectives.
+    """A plan compared with others; ``sends``: kind, runs, seconds and bytes of its collectives.
 
-    Where there is no plan, ``refused`` says why and the figures are None.
+    Without a plan, ``refused`` says why and the figures are None.
     """
 
     name: str
@@ -85,7 +85,8 @@ class Rival:
 class ReportData:
     """A report's contents: plain data, ready for JSON.
 
-    Whatever says "text" is an index into ``texts``. Times in seconds, sizes in bytes.
+    In tables and in ``step``, a text is an index into ``texts``. Times are in seconds, sizes in
+    bytes.
     """
 
     title: str
@@ -114,7 +115,7 @@ class ReportData:
     compute: tuple[tuple[str, float], ...]
     activations: tuple[tuple[str, str, str, float, str], ...]
     rivals: tuple[Rival, ...]
-    """Empty when nothing was compared, else the chosen plan first."""
+    """Empty if nothing was compared; otherwise, the chosen plan is first."""
     fallbacks: tuple[str, ...]
     notes: tuple[str, ...]
     texts: tuple[str, ...]
@@ -246,7 +247,7 @@ def _wiring(cluster: Cluster, mesh: MeshSpec) -> Wiring:
 
 
 def _collectives(plan: Plan, text: _Texts) -> ReportTable:
-    """Every collective, with the number of its kind: those that differ by numbers in names only."""
+    """Every collective, folded: those that differ only by numbers in names share a row."""
     kinds: dict[tuple[object, ...], int] = {}
     columns: dict[str, list[Any]] = {
         name: [] for name in "kind axes count payload each total value source cause".split()
@@ -264,7 +265,7 @@ def _collectives(plan: Plan, text: _Texts) -> ReportTable:
 
 
 def _leaves(leaves: Sequence[Leaf], text: _Texts) -> ReportTable:
-    """Every argument, likewise."""
+    """Every argument, folded likewise."""
     kinds: dict[tuple[object, ...], list[int]] = {}
     columns: dict[str, list[Any]] = {
         name: [] for name in "path kind array stored used size whole".split()

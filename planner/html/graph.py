@@ -1,8 +1,9 @@
-"""The operator graph of a plan as pictures need it: repeated blocks once, small operations joined.
+"""The operator graph of a plan for drawing: repeated blocks once, small operations joined.
 
 Inside a segment, operations that mix dimensions and reductions are nodes. Elementwise operations
-between them are one node where nothing heavier lies between (as kernels are counted,
-``step.kernels.starts``). What only renames a value (reshapes, casts of one array) is no node.
+share a node if nothing heavier is between them (kernels are counted in the same way, see
+``step.kernels.starts``). Operations that only rename a value (reshapes, casts of one array) are no
+nodes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from planner.spec import Sharding
 from planner.step.analysis import does_nothing
 
 MOST_NODES = 400
-"""Nodes of a segment that are drawn; the cheapest beyond are left out and counted."""
+"""Largest number of nodes drawn per segment; the cheapest others are left out and counted."""
 _RENAMES = frozenset(
     "reshape squeeze expand_dims transpose broadcast_in_dim convert_element_type copy "
     "reduce_precision iota".split()
@@ -48,13 +49,13 @@ class Node:
     layer: int
     compute_s: float
     sends: tuple[tuple[str, tuple[str, ...], float, float], ...]
-    """Collectives it causes: kind, mesh axes, runs a step, seconds."""
+    """Collectives that it causes: kind, mesh axes, runs per step, seconds."""
     source: str
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Operations in a row, ``count`` times over; ``region``: of which loop they are the body."""
+    """Consecutive operations, repeated ``count`` times; ``region``: the loop that contains them."""
 
     start: int
     length: int
@@ -65,7 +66,7 @@ class Segment:
     compute_s: float
     communication_s: float
     updates: bool
-    """Whether it makes results that the next step reads."""
+    """Whether it computes results that the next step reads."""
     sources: tuple[str, ...]
     alike: bool
     """Whether every repetition has the same shardings."""
@@ -116,7 +117,7 @@ def _outer(graph: Graph, op: int) -> int:
 
 
 class _Drawing:
-    """``segments`` in progress: one of them."""
+    """Builds one segment of ``segments``."""
 
     def __init__(
         self,
@@ -132,7 +133,7 @@ class _Drawing:
         self.parent: list[int] = []
         self.ops: list[list[Op]] = []
         self.depth: dict[int, int] = {}  # heavy operations before a value of the segment
-        self.node: dict[int, int] = {}  # the node that makes it
+        self.node: dict[int, int] = {}  # the node that computes a value
         self.light: dict[int, bool] = {}
 
     def find(self, node: int) -> int:
@@ -177,7 +178,7 @@ class _Drawing:
         return True
 
     def place(self, op: Op) -> None:
-        """Find the node of an operation."""
+        """Assign an operation to a node."""
         values = self.graph.values
         inputs = [i for i in dict.fromkeys(op.inputs) if i != SCALAR and values[i].shape]
         if not any(values[o].shape for o in op.outputs) and not inputs:
@@ -191,7 +192,7 @@ class _Drawing:
             self.ops[self.find(self.node[inside[0]])].append(op)
             return
         if renames and not inside:
-            return  # of an argument, of another piece, or a constant
+            return  # renames an argument, a value of another segment, or a constant
         reduces = op.kind.startswith(("reduce_", "arg"))
         heavy = reduces or not (self.plan.priced.analysis.groups.fusable[op.index] or renames)
         level = max([self.depth[i] for i in inside], default=0)
@@ -210,7 +211,7 @@ class _Drawing:
             self.depth[o] = level + heavy
 
     def argument(self, value: int) -> int | None:
-        """The argument of the step that a value is another name of."""
+        """The argument of the step that a value renames, or None."""
         while value not in self.params:
             maker = self.graph.values[value].op
             if maker < 0:
@@ -240,7 +241,7 @@ class _Drawing:
         ]
 
     def described(self, ops: Sequence[Op], before: tuple[int, ...], layer: int) -> Node:
-        """A node's text and figures."""
+        """The node of some operations, with its text and figures."""
         values, length = self.graph.values, self.block.length
         heavy = [op for op in ops if not does_nothing(op) and op.kind not in _RENAMES]
         main = max(heavy or ops, key=lambda op: (self.seconds[op.index], op.index))
@@ -283,8 +284,8 @@ class _Drawing:
 
 
 def _layers(reads: Sequence[Sequence[int]]) -> list[int]:
-    """A layer per node, below all that it reads: the first that will do. What hangs on nothing but
-    itself, such as a mask, is moved down to its reader.
+    """The layer of each node: the first one below all nodes that it reads. Nodes that depend on
+    nothing else in the segment, such as a mask, move down to their reader.
 
     ``reads`` has no cycles, but need not be in order.
     """
@@ -295,7 +296,7 @@ def _layers(reads: Sequence[Sequence[int]]) -> list[int]:
     missing = [len(before) for before in reads]
     order = [k for k, n in enumerate(missing) if not n]
     layer = [0] * len(reads)
-    for k in order:  # grows as it is walked
+    for k in order:  # grows during the loop
         for after in readers[k]:
             layer[after] = max(layer[after], layer[k] + 1)
             missing[after] -= 1
@@ -311,7 +312,7 @@ def _layers(reads: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _renumbered(nodes: Sequence[Node], shown: Sequence[int]) -> Iterator[Node]:
-    """The nodes that are shown, with new numbers."""
+    """The nodes that are shown, renumbered."""
     number = {k: new for new, k in enumerate(shown)}
     for k in shown:
         before = tuple(number[b] for b in nodes[k].before if b in number)

@@ -1,10 +1,10 @@
-"""When things happen in a planned step, as far as the cost model says.
+"""Places the operations and collectives of a planned step on a time axis, by the cost model.
 
-The clock (``costmodels.schedule``) adds up the seconds of a step; here they get places. Operations
-run one after another in the order that memory is predicted in; what does not hide of a collective
-is a pause of compute, what hides runs under it. Copies between device and host stand at the end,
-all of them. The end is the predicted step time. Of a loop, all trips of an operation are shown as
-one piece.
+The clock (``costmodels.schedule``) adds up the seconds of a step; this module arranges them.
+Operations run one after another, in the order that the memory prediction assumes. The exposed part
+of a collective pauses compute, and the hidden part overlaps with it. All copies between device and
+host are at the end. The step ends at the predicted step time. All iterations of an operation in a
+loop are shown as one piece.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from planner.plan.extract import Extraction, Sent
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A collective (``sent``: its number) in [start_s, end_s); ``pause_s``: compute waits."""
+    """A collective (``sent``: its index) in [start_s, end_s); compute waits for ``pause_s``."""
 
     sent: int
     start_s: float
@@ -29,9 +29,14 @@ class Bar:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Per place in the order of operations, when the operation starts and ends; the collectives
-    lane by lane (a lane: the mesh axes they run over), and the step's end; all in seconds.
-    ``hiding``: share that hides of what could, below 1 where compute is too short."""
+    """When the operations and collectives of a step run, in seconds.
+
+    Attributes:
+        starts_s, ends_s: start and end of each operation, in execution order.
+        lanes: the collectives by lane; a lane is the mesh axes that they run over.
+        step_s: end of the step.
+        hiding: share of the hideable time that is hidden, below 1 if compute is too short.
+    """
 
     starts_s: tuple[float, ...]
     ends_s: tuple[float, ...]
@@ -56,8 +61,8 @@ def timeline(
         seconds: per operation, compute seconds of all its runs.
         sent: the collectives.
 
-    A collective starts when its lane is free: before its reader by the part that hides, or behind
-    the operation that makes the value. Lanes do not slow each other down, as in the cost model.
+    A collective starts when its lane is free: ahead of its reader by its hidden part, or after the
+    operation that makes the value. Lanes do not slow each other down, as in the cost model.
     """
     model = plan.priced.model
     overlap = Overlap.of(model)
@@ -72,7 +77,7 @@ def timeline(
     now = model.step_latency_s
 
     def place(k: int, lead: bool) -> float:
-        """Put a collective on its lane; returns the pause."""
+        """Put a collective on its lane and return the pause."""
         axes, length = sent[k].step.axes, sent[k].time_s
         hidden = overlap.share(sent[k].place) * hiding * length
         start = max(free.get(axes, 0.0), now - (hidden if lead else 0.0))
@@ -81,7 +86,7 @@ def timeline(
         return length - hidden
 
     starts, ends = [], []
-    for k in after.pop(-1, ()):  # of inputs that come back as they are
+    for k in after.pop(-1, ()):  # of inputs that are returned unchanged
         now += place(k, lead=False)
     for op in order:
         for k in before.get(op, ()):
@@ -91,13 +96,13 @@ def timeline(
         ends.append(now)
         for k in after.get(op, ()):
             now += place(k, lead=False)
-    now += prediction.host_s  # nothing is known to hide it
+    now += prediction.host_s  # assumed to be exposed
     packed = tuple((axes, _within(bars, now)) for axes, bars in sorted(lanes.items()))
     return Timeline(tuple(starts), tuple(ends), packed, now, hiding)
 
 
 def _within(bars: Sequence[Bar], stop: float) -> tuple[Bar, ...]:
-    """The bars of a lane, those that pass the end of the step moved up to it."""
+    """The bars of a lane, moved to earlier times where they would pass the end of the step."""
     out = []
     for bar in reversed(bars):
         end = min(bar.end_s, stop)

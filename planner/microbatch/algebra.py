@@ -1,4 +1,4 @@
-"""The four classes, and what arithmetic on values that count no examples makes of them."""
+"""The four classes of values, and how operations without a dimension of examples combine them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from planner.rules.factor import FactorRule
 
 
 class Class(IntEnum):
-    """See the module."""
+    """See ``planner.microbatch.classes``."""
 
     FREE = 0
     MAP = 1
@@ -31,7 +31,7 @@ LINEAR = frozenset(
     "neg reshape transpose squeeze expand_dims broadcast_in_dim copy copy_p reduce_sum slice rev "
     f"split cumsum reduce_window_sum sharding_constraint {MARK} real imag".split()
 )
-"""Operations of one operand under which a sum of terms is the sum of their results."""
+"""Operations of one operand whose result for a sum is the sum of the results for its terms."""
 
 
 def is_zero(operand: Operand, zeros: set[int]) -> bool:
@@ -40,22 +40,25 @@ def is_zero(operand: Operand, zeros: set[int]) -> bool:
 
 
 def are_zeros(content: Any) -> bool:
-    """Whether a literal or a constant holds nothing but zeros; a key of random numbers does not."""
+    """Whether a literal or a constant contains only zeros; False for random keys."""
     key = jnp.issubdtype(jnp.result_type(content), jax.dtypes.prng_key)
     return not key and not np.any(np.asarray(content))
 
 
 def algebra(node: Node, ins: Sequence[Class], zero: Sequence[bool], inside: bool) -> Class:
-    """The class of an operation in which nothing counts examples. ``inside`` of a loop a sum may be
-    rounded before it is complete, as the results of products in that dtype are; outside it can
-    wait."""
+    """The class of the results of an operation without a dimension of examples.
+
+    ``inside``: whether the operation is in a loop or a rematerialized block. There, a sum may be
+    rounded before it is complete, like the results of products in that dtype. Elsewhere, the
+    rounding can wait.
+    """
     if set(ins) <= {FREE}:
         return FREE
     if POST in ins:
         return POST
     sums, name = ins.count(SUM), node.name
     if node.changed:
-        return POST  # a number that follows from the batch's size is that of the whole batch
+        return POST  # an integer that depends on the batch size is that of the whole batch
     rounds = name == "convert_element_type" and (_widens(node) or (inside and _floats(node)))
     if name in LINEAR or rounds:
         return SUM if len(ins) == 1 else POST
@@ -69,7 +72,7 @@ def algebra(node: Node, ins: Sequence[Class], zero: Sequence[bool], inside: bool
 
 
 def _widens(node: Node) -> bool:
-    """Whether a conversion keeps every digit of a floating number."""
+    """Whether a conversion is exact: to a type of the same kind that is at least as wide."""
     before, after = node.whole.invars[0].aval.dtype, node.whole.outvars[0].aval.dtype
     return bool(np.promote_types(before, after) == after) and after.kind == before.kind
 
@@ -81,11 +84,12 @@ def _floats(node: Node) -> bool:
 
 
 GAMMA = "random_gamma"
-"""Draws whose one key is split by the number of elements: others in a part of the array."""
+"""A primitive that splits its one key by the number of elements, so that part of an array gets
+different numbers."""
 
 
 def draws(name: str) -> bool:
-    """Whether an operation makes random numbers, or keys for such."""
+    """Whether an operation makes random numbers or random keys."""
     return name.startswith(("random_", "rng_", "threefry"))
 
 

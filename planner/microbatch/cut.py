@@ -1,4 +1,4 @@
-"""What runs once, what runs for every microbatch, and what runs behind them."""
+"""Divides a step into what runs once, what runs in every microbatch, and what runs after them."""
 
 from __future__ import annotations
 
@@ -34,13 +34,14 @@ class Cut:
 
     Attributes:
         shares, examples: how the batch is cut, and how many examples it has.
-        once: equations that run before the loop, on the whole batch where they read it.
-        body: those of a microbatch, their numbers those of the whole step.
-        after: those behind the loop.
-        sliced: values of the whole batch that the loop goes over.
-        drawing: of the body, what makes values for the whole batch inside, by the equation's place.
-        summed, stacked, kept: values that the loop adds up, stacks, and leaves as they are in
-            every turn.
+        once: equations that run before the loop, on the whole batch if they read it.
+        body: equations of the loop, with the numbers (such as the 1/B of a mean) of the whole step.
+        after: equations that run after the loop.
+        sliced: values of the whole batch that the loop iterates over.
+        drawing: functions that compute the equations of ``body`` which make values for the whole
+            batch inside, by position.
+        summed, stacked, kept: values that the loop adds up, stacks, and returns unchanged because
+            they are the same in every iteration.
     """
 
     whole: Traced
@@ -70,7 +71,7 @@ class Cut:
         axes: frozenset[str],
         own_stats: Own | None,
     ) -> Cut:
-        """Sort the equations; marks of the loop leave out ``axes``."""
+        """Sort the equations into the three parts; marks in the loop leave out ``axes``."""
         of, live = step_classes.of, step.live() if own_stats is None else [True] * len(step.nodes)
         nodes = [n for n, x in zip(step.nodes, live, strict=True) if x]
         inside, after = _sorted(nodes, step_classes, apart)
@@ -105,7 +106,7 @@ class Cut:
         inputs = {step.inputs[k] for k in batch}
         reads = {v for n in body for v in n.values}
         sliced = sorted((inputs | step_classes.drawn) & (reads | set(stacked)))
-        numbers = own_stats is None  # those of the whole batch
+        numbers = own_stats is None  # whether they are those of the whole batch
         run = [(n, merged(n.whole, n.small) if numbers else n.small) for n in body]
         if own_stats is not None:
             for v in (*summed, *stacked):
@@ -154,7 +155,7 @@ class Cut:
         return jax.tree_util.tree_unflatten(self.whole.out_tree, out)
 
     def _loop(self, env: dict[int, Any]) -> None:
-        """Run all microbatches; their sums, stacks and what is left go into ``env``."""
+        """Run all microbatches; adds their sums, stacks and unchanged values to ``env``."""
 
         at = self.group_axes()
         loop_values = {o for n, _ in self.body for o in n.outs} | set(self.sliced)
@@ -163,8 +164,8 @@ class Cut:
 
         def turn(carry: tuple[list[Any], list[Any]], row: tuple[list[Any], Any]) -> Any:
             slices, number = row
-            # without these barriers a compiler gathers parameters in front of the loop and reduces
-            # gradients behind it, and holds them whole: where that pays, the plan says it
+            # without these barriers, a compiler gathers parameters before the loop, reduces
+            # gradients after it, and stores both whole; if that pays, the plan does it explicitly
             held = [*(env[v] for v in outer), *slices]
             if not self.apart:
                 held = list(jax.lax.optimization_barrier(tuple(held)))
@@ -195,7 +196,7 @@ class Cut:
             held = [*(env[v] for v in outer), *only]
             sums, last, stacks = self._shared(env, outer, held, jnp.int32(0))
         for v, x in zip(self.summed, sums, strict=True):
-            if self.shares.replicas > 1:  # where groups are joined, a sum may become shards
+            if self.shares.replicas > 1:  # the sum over groups may be sharded
                 x = jax.lax.reduce(x, x.dtype.type(0), jax.lax.add, (at[v],))
                 x = shard(x, *[OPEN] * x.ndim)
             env[v] = self._scaled(v, x, False).astype(self.step.avals[v][0].dtype)
@@ -206,23 +207,23 @@ class Cut:
             env[v] = self._scaled(v, self.shares.joined(x, whole, d, self.examples), True)
 
     def _front(self, value: int, array: Any) -> Any:
-        """A sliced value with its examples first: random numbers may have samples in front."""
+        """A sliced value with its examples first; random numbers may have samples before them."""
         (d,) = self.step.scaled(value)
         return jnp.moveaxis(array, d, 0) if d else array
 
     def _back(self, value: int, share: Any) -> Any:
-        """A share of it, with the examples where they are."""
+        """A share of a sliced value, with its examples moved back to their dimension."""
         (d,) = self.step.scaled(value)
         return jnp.moveaxis(share, 0, d) if d else share
 
     def _scaled(self, value: int, array: Any, stacked: bool) -> Any:
-        """What all microbatches made, as the whole batch has it."""
+        """The result of all microbatches, scaled to that of the whole batch."""
         factor = 1.0 if self.own is None else self.own.factor(value, stacked)
         return array if factor == 1.0 else array * jnp.asarray(factor, array.dtype)
 
     def group_axes(self) -> dict[int, int]:
-        """Per sum, the dimension of its groups: behind that of the turns of a scan, which stays the
-        first, so that layers that are scanned can be parted between stages."""
+        """Per sum, the position of its dimension of groups. It follows the dimension of a scan's
+        iterations, which stays first so that scanned layers can be divided between stages."""
         makers = {o: n for n, _ in self.body for o in n.outs}
         axes: dict[int, int] = {}
         for v in self.summed:
@@ -237,8 +238,8 @@ class Cut:
     def _shared(
         self, env: Mapping[int, Any], outer: list[int], held: list[Any], number: Any
     ) -> Any:
-        """One turn: sums, what is kept and what is stacked, the first and the last with a dimension
-        of replicas in front if there are more than one."""
+        """One iteration: the summed, unchanged and stacked values. With several replicas, sums have
+        a dimension of replicas at ``group_axes``, and stacks have one in front."""
 
         def share(slices: list[Any], others: list[Any], group: Any = None) -> Any:
             inner = dict(env)
@@ -282,10 +283,10 @@ class Cut:
 def _sorted(
     nodes: Sequence[Node], step_classes: Classes, apart: bool
 ) -> tuple[list[Node], list[Node]]:
-    """The equations that the loop runs, and those behind it; others can run before it."""
+    """The equations that run in the loop, and those that run after it; others can run before it."""
     of = step_classes.of
     inside, after = [], []
-    late: set[int] = set()  # what is FREE and comes out of a loop with examples
+    late: set[int] = set()  # FREE results of equations in the loop
     for n in nodes:
         classes = {of[o] for o in n.outs}
         here = classes & {MAP, SUM} and not step_classes.drawn.intersection(n.outs)
@@ -302,8 +303,8 @@ def _sorted(
 
 
 def _waiting(inside: Sequence[Node], read_after: set[int], of: Mapping[int, Class]) -> list[Node]:
-    """Equations of the loop that can as well run behind it, on sums that are read there anyway:
-    of a gradient and a tenth of it, one is added up."""
+    """Equations of the loop that can run after it instead, on sums that are read there anyway: of a
+    gradient and a tenth of it, only one is added up."""
     derived: dict[int, Node] = {}
     for n in inside:
         sums = [v for v in n.values if of[v] is SUM]
@@ -323,7 +324,7 @@ def _waiting(inside: Sequence[Node], read_after: set[int], of: Mapping[int, Clas
 
 
 def _alone(value: Any) -> Any:
-    """A value that is whole before it is read."""
+    """A value behind a barrier: it is complete before it is read."""
     return jax.lax.optimization_barrier(value)
 
 

@@ -1,4 +1,4 @@
-"""What is said of an operation that keeps a step from being cut into microbatches."""
+"""Errors for operations that prevent a step from being cut into microbatches."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from planner.microbatch.errors import CoupledError, NotExactError
 from planner.microbatch.pairs import Node, Number, Pair
 
 MOST_SHOWN = 6
-"""Shapes of an operation that a message shows."""
+"""Most shapes of an operation that a message shows."""
 WRITES = frozenset("dynamic_update_slice scatter scatter-add scatter_add".split())
 """Operations that write rows to an array."""
 INDEXED = WRITES | {"gather", "dynamic_slice"}
-"""Operations that select rows by their numbers."""
+"""Operations that select rows by index."""
 VIEWS = frozenset("transpose reshape squeeze expand_dims convert_element_type".split())
-"""Operations whose result holds the numbers of their operand."""
+"""Operations whose result has the same elements as their operand."""
 TAKES, COUNTS = frozenset({"slice", "dynamic_slice"}), frozenset({"iota"})
-"""Operations that take some of the examples, and that number them."""
+"""Operations that take some of the examples, and operations that number them."""
 
 
 def by_number(pair: Pair, node: Node, fed: Set[int]) -> bool:
-    """Whether an operation selects examples by numbers that are fed, or by a start: a microbatch
-    has others under them. Permutations are those of the microbatch."""
+    """Whether an operation selects examples by indices from the batch, or from a start index. These
+    select other examples in a microbatch. Permutations are computed within the microbatch."""
     if node.name not in INDEXED:
         return False
     table, numbers = node.ins[:2]
@@ -34,7 +34,7 @@ def by_number(pair: Pair, node: Node, fed: Set[int]) -> bool:
 
 
 def coupled(node: Node, why: str) -> CoupledError:
-    """An operation that makes examples depend on each other, and what would help."""
+    """The error for an operation that makes examples depend on each other, with what would help."""
     mixes = why.startswith(("mixes", "may mix", "reduces"))
     helps = "write the loss as a sum or mean over examples" if mixes else ""
     if mixes and "jvp" not in node.names:  # such as a metric
@@ -49,8 +49,9 @@ def coupled(node: Node, why: str) -> CoupledError:
 
 
 def taken_for_batch(pair: Pair, batch: Set[int], operands: tuple[int, ...]) -> tuple[int, ...]:
-    """The arguments of the batch, by position, that an operation reads as they are, beside a value
-    that is none: they may be no examples, such as a frozen matrix with as many rows."""
+    """Positions of the batch's arguments that an operation reads unchanged, together with a value
+    that is no such argument. They may not hold examples, such as a frozen matrix whose number of
+    rows equals the batch size."""
     makers = {o: n for n in pair.nodes for o in n.outs}
     positions = {v: k for k, v in enumerate(pair.inputs) if k in batch}
 
@@ -66,7 +67,7 @@ def taken_for_batch(pair: Pair, batch: Set[int], operands: tuple[int, ...]) -> t
 
 
 def of_some(node: Node, size: int, examples: int) -> str:
-    """What an operation makes that has another size than the examples, and what would help."""
+    """Text for an operation that makes another number of examples, with what would help."""
     if size < examples and node.name in TAKES | COUNTS:
         what = "takes" if node.name in TAKES else "counts"
         return (
@@ -80,12 +81,12 @@ def of_some(node: Node, size: int, examples: int) -> str:
 
 
 def _counts(node: Node) -> bool:
-    """Whether an operation computes with whole numbers."""
+    """Whether an operation computes integers."""
     return all(np.dtype(v.aval.dtype).kind in "iu" for v in node.whole.outvars)
 
 
 def refused(node: Node, why: str) -> NotExactError:
-    """An operation that a microbatch can't have."""
+    """The error for an operation that can't run in a microbatch."""
     return NotExactError(
         f"this step can't be cut into microbatches: {_place(node, why)}; leave microbatches= out"
     )

@@ -1,4 +1,4 @@
-"""Into what a batch is cut, and how what its parts made is put together."""
+"""How a batch is cut into shares, and how their results are joined."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import jax.numpy as jnp
 
 @dataclass(frozen=True)
 class Shares:
-    """Into what a batch is cut: ``turns`` of the loop, in each one share for each of ``replicas``.
+    """How a batch is cut: in each of the loop's ``turns``, each of ``replicas`` groups has a share.
 
     Group g has the g-th of ``replicas`` contiguous ranges of examples, as devices that split the
-    batch have them. In turn j it takes the examples j, j + turns, ... of its range.
+    batch store them. In turn j it takes the examples j, j + turns, ... of its range.
     """
 
     turns: int
@@ -24,15 +24,15 @@ class Shares:
 
     @property
     def count(self) -> int:
-        """Of the shares."""
+        """Number of shares."""
         return self.turns * self.replicas
 
     def cut(self, x: Any, examples: int) -> Any:
         """[examples, ...] -> [turns, examples / turns, ...]; with more than one group [turns,
         replicas, examples / (turns replicas), ...].
 
-        Where each example has several rows, as flattened tokens, they stay together. Rows
-        that do not come in a whole number for each example are dealt out one by one.
+        If each example has several rows, such as flattened tokens, they stay together. If the
+        number of rows is no multiple of the number of examples, they are dealt out one by one.
         """
         count, *tail = x.shape
         rows = () if count % examples or count == examples else (count // examples,)
@@ -42,20 +42,20 @@ class Shares:
         return x.reshape(self.turns, *groups, -1, *tail) if rows else x
 
     def only(self, x: Any) -> Any:
-        """What the only turn takes of [examples, ...]: [replicas, examples / replicas, ...]."""
+        """The shares of a single turn: [examples, ...] -> [replicas, examples / replicas, ...]."""
         return x.reshape(self.replicas, x.shape[0] // self.replicas, *x.shape[1:])
 
     def part(self, x: Any, share: Sequence[Any], examples: int) -> Any:
-        """What a share takes of [examples, ...]: ``share`` is the number of its turn, with more
-        than one group also that of its group."""
+        """A share of [examples, ...]. ``share`` has the index of its turn and, with more than one
+        group, that of its group."""
         out = self.cut(x, examples)
         for number in share:
             out = jax.lax.dynamic_index_in_dim(out, number, 0, keepdims=False)
         return out
 
     def joined(self, stack: Any, whole: Sequence[int], d: int, examples: int) -> Any:
-        """What all shares made, [turns, (replicas,) ...], with shares in dimension ``d`` of a
-        result, as one array of shape ``whole``."""
+        """The results of all shares, [turns, (replicas,) ...], as one array of shape ``whole``;
+        dimension ``d`` of a result is that of the examples."""
         lead, tail, each = tuple(whole[:d]), tuple(whole[d + 1 :]), whole[d] // examples
         share = examples // self.count
         replicas = () if self.replicas == 1 else (self.replicas,)

@@ -1,9 +1,9 @@
-"""A step for more examples than its batch has, with the same results.
+"""A step that computes with more examples than its batch has, with the same results.
 
-The batch is filled up with copies of its last example. Shapes are those of the longer batch,
-numbers those of the step as written, so a mean still divides by the examples that there are. Every
-sum over examples leaves the copies out, and results that hold one row per example lose theirs. That
-there are no other ways in which examples meet is what `planner.microbatch.classes` proves.
+The batch is padded with copies of its last example. Shapes are those of the padded batch; numbers
+are those of the step as written, so a mean still divides by the number of real examples. Every sum
+over examples leaves the copies out, and their rows are cut off results with one row per example.
+`planner.microbatch.classes` proves that examples are not combined in any other way.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ SUMMED = {
     "scatter-add": (2,),
     "scatter_add": (2,),
 }
-"""Operations that add examples up, and the operands of which one is masked."""
+"""Operations that sum over examples, and the operands one of which is masked."""
 
 
 def padded(
     function: Callable[..., Any], args: Sequence[Any], rows: int, whole: Traced | None = None
 ) -> Callable[..., Any]:
-    """A function of the same arguments and results that computes with ``rows`` examples; for other
-    shapes it is the step as it was.
+    """A function of the same arguments and results that computes with ``rows`` examples; for
+    arguments of other shapes it runs the step as it was.
 
     Args:
         function: a train step.
         args: its arguments, arrays or shapes; the batch and some state hold examples.
-        rows: examples, no fewer than the batch has.
-        whole: the step's trace for ``args``, where it is known.
+        rows: number of examples, at least that of the batch.
+        whole: the step's trace for ``args``, if available.
 
     Raises:
-        NotExactError: the results would not be equal, or that could not be proved.
-        RequestError: no argument is a batch, or it has more examples.
+        NotExactError: the results would not be equal, or equality could not be proved.
+        RequestError: no argument is a batch, or the batch has more than ``rows`` examples.
     """
     whole = trace(function, abstract(args)) if whole is None else whole
     try:
@@ -105,7 +105,7 @@ def _padded(
 
 
 def _of_padding(text: str) -> str:
-    """What is said of microbatches, of a padded batch."""
+    """A message about microbatches, reworded for a padded batch."""
     for microbatches, padding in (
         ("cut into microbatches", "padded"),
         ("leave microbatches= out", "leave pad_batch= out"),
@@ -117,7 +117,7 @@ def _of_padding(text: str) -> str:
 
 
 def _drawn_inside(jaxpr: Any, inside: Set[int]) -> NotExactError:
-    """Why what a body makes for the batch can't be padded."""
+    """The error for values that a body makes for the whole batch."""
     line, name = next(_named(jaxpr, inside), ("", "it"))
     where = f"{line}: {name}" if line else name
     return NotExactError(
@@ -127,7 +127,7 @@ def _drawn_inside(jaxpr: Any, inside: Set[int]) -> NotExactError:
 
 
 def _named(jaxpr: Any, wanted: Set[int], around: str = "") -> Iterator[tuple[str, str]]:
-    """The lines and names of some equations; of those without a line, that of a body around."""
+    """The lines and names of some equations; the default line is that of the enclosing equation."""
     for eqn in compat.body(jaxpr).eqns:
         line = user_line(eqn) or around
         if id(eqn) in wanted:
@@ -137,26 +137,26 @@ def _named(jaxpr: Any, wanted: Set[int], around: str = "") -> Iterator[tuple[str
 
 
 def filled(x: Any, rows: int, d: int = 0) -> Any:
-    """[..., examples, ...] -> [..., rows, ...] along a dimension: copies of the last example behind
-    all."""
+    """[..., examples, ...] -> [..., rows, ...] along dimension ``d``: adds copies of the last
+    example."""
     places = jnp.minimum(jnp.arange(rows), x.shape[d] - 1)
     return x.at[(slice(None),) * d + (places,)].get(mode="promise_in_bounds")
 
 
 def _cut(x: Any, shape: Sequence[int]) -> Any:
-    """The first rows of every dimension."""
+    """The array, cut to a shape."""
     return x if jnp.shape(x) == tuple(shape) else jax.lax.slice(x, (0,) * x.ndim, tuple(shape))
 
 
 def _masked(whole: Any, long: Any) -> FlatJaxpr:
-    """The longer program, its sums over examples without the copies."""
+    """The padded program, with the copies left out of sums over examples."""
     flat, twin = flatten(whole), flatten(long)
     calls = [_call(a, b) or b for a, b in zip(flat.calls, twin.calls, strict=True)]
     return dataclasses.replace(twin, calls=tuple(calls))
 
 
 def _call(short: Call, long: Call) -> Call | None:
-    """The call of the longer program as it is to be run; None as it is."""
+    """The replacement of a call of the padded program; None if the call can stay."""
     ins, outs = (_lengths(a, b) for a, b in _ends(short.eqn, long.eqn))
     if not any(x is not None for x in (*ins, *outs)):
         return None
@@ -164,7 +164,7 @@ def _call(short: Call, long: Call) -> Call | None:
     if bodies is not None:
         return _with_body(long, *bodies)
     kernel, twin = (called(c.eqn) if stays_whole(c.eqn) else None for c in (short, long))
-    if kernel is not None and twin is not None:  # of a user: nothing is put into it
+    if kernel is not None and twin is not None:  # a user's kernel, which is not rewritten
         if any(call.made for call in _masked(kernel.jaxpr, twin.jaxpr).calls):
             raise _refused(long, "adds examples up inside a kernel")
         return None
@@ -200,7 +200,7 @@ def _ends(short: Any, long: Any) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
 
 
 def _lengths(short: Sequence[Any], long: Sequence[Any]) -> list[tuple[int, ...] | None]:
-    """Per value, its shape in the shorter program where that differs."""
+    """Per value, its shape in the original program if that differs."""
     out: list[tuple[int, ...] | None] = []
     for a, b in zip(short, long, strict=True):
         shapes = compat.aval_shape(a.aval), compat.aval_shape(b.aval)
@@ -209,7 +209,7 @@ def _lengths(short: Sequence[Any], long: Sequence[Any]) -> list[tuple[int, ...] 
 
 
 def _bodies(short: Any, long: Any) -> tuple[Any, Any] | None:
-    """The bodies of a scan or a recomputed block."""
+    """The bodies of a scan or a rematerialized block."""
     if long.primitive.name == "scan":
         return short.params["jaxpr"], long.params["jaxpr"]
     if long.primitive.name in REMAT:
@@ -232,7 +232,7 @@ def _with_body(long: Call, short_body: Any, long_body: Any) -> Call | None:
 
 
 def _zeroed(x: Any, lengths: Sequence[int]) -> Any:
-    """The array with zeros behind the first ``lengths`` of each dimension."""
+    """The array with zeros after the first ``lengths`` of each dimension."""
     for d, (size, length) in enumerate(zip(x.shape, lengths, strict=True)):
         if size != length:
             shape = [1] * x.ndim
@@ -243,7 +243,7 @@ def _zeroed(x: Any, lengths: Sequence[int]) -> Any:
 
 
 def _longer(short: Call, outs: Sequence[tuple[int, ...] | None], long: Call) -> Run:
-    """What is made for the batch as it is, its last row repeated."""
+    """Makes values for the original batch and repeats their last row."""
     shapes = [compat.aval_shape(v.aval) for v in long.eqn.outvars]
 
     def run(values: Sequence[Any]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The train step of mixed placement: some parameters come with every call, others are its state."""
+"""The train step of mixed placement: some parameters are passed to each call, others are state."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from planner.graph.trace import abstract
 
 @dataclass(frozen=True)
 class Split:
-    """Which parameters come with every call.
+    """Which parameters are remote, that is, passed to each call.
 
     Attributes:
-        form: of all parameters.
-        paths: of all arrays.
-        rows: numbers of the arrays of which rows come.
-        whole: numbers of those that come whole.
+        form: tree structure of all parameters.
+        paths: paths of all arrays.
+        rows: indices of the arrays of which some rows are passed.
+        whole: indices of the arrays that are passed whole.
     """
 
     form: Any
@@ -33,11 +33,11 @@ class Split:
 
     @property
     def remote(self) -> frozenset[int]:
-        """Numbers of all that come."""
+        """Indices of all remote arrays."""
         return self.rows | self.whole
 
     def rest(self, params: Any) -> Any:
-        """The parameters without those that come: None stands for them."""
+        """The parameters with None in place of remote ones."""
         leaves = jax.tree_util.tree_leaves(params)
         local_leaves = [None if k in self.remote else x for k, x in enumerate(leaves)]
         return jax.tree_util.tree_unflatten(self.form, local_leaves)
@@ -48,7 +48,7 @@ class Split:
         return {self.paths[k]: leaves[k] for k in sorted(which)}
 
     def joined(self, rest: Any, remote: Mapping[str, Any]) -> Any:
-        """The parameters again, of both parts."""
+        """All parameters, joined from both parts."""
         local_leaves = iter(jax.tree_util.tree_leaves(rest))
         leaves = [
             remote[path] if k in self.remote else next(local_leaves)
@@ -58,7 +58,7 @@ class Split:
 
 
 def split_of(params: Any, rows: frozenset[str], whole: frozenset[str]) -> Split:
-    """The parameters split by their paths."""
+    """Split the parameters by their paths."""
     named, form = jax.tree_util.tree_flatten_with_path(params)
     paths = tuple(jax.tree_util.keystr(path) for path, _ in named)
     return Split(
@@ -72,10 +72,11 @@ def split_of(params: Any, rows: frozenset[str], whole: frozenset[str]) -> Split:
 def hybrid_step(lookups: LookUps, split: Split, optimizer: Any) -> Callable[..., Any]:
     """``(state, remote, ids, *batch) -> (state, {"loss", "gradients", "missing"})``.
 
-    ``state`` has ``params`` and ``opt`` of what stays here; ``remote`` what comes, by path, of
-    tables their rows [n, *width]; ``ids`` the rows' numbers, int32 [n], by path. ``gradients`` are
-    those of ``remote``, in its form. ``missing`` says by path of a table whether a row that did
-    not come was looked up (bool []); state, loss and gradients are wrong then.
+    ``state`` has the local ``params`` and their ``opt``. ``remote`` has the remote arrays by path;
+    of a table, rows [n, *width]. ``ids`` has the indices of these rows by path, int32 [n].
+    ``gradients`` are those of ``remote``, with its structure. ``missing`` has, per path of a table,
+    whether a row that was not passed is looked up (bool []). If so, state, loss and gradients are
+    wrong.
     """
     small = on_rows(lookups, split.form)
 
@@ -96,14 +97,14 @@ def hybrid_step(lookups: LookUps, split: Split, optimizer: Any) -> Callable[...,
 
 
 def looks_across(split: Split, optimizer: Any, params: Any) -> str | None:
-    """The first parameter that stays here whose update, by an optimizer of all parameters, depends
-    on gradients or values of those that come, as with a norm of all gradients; None if there is
-    none, or the optimizer does not take all parameters."""
+    """The first local parameter whose update, by an optimizer of all parameters, depends on
+    gradients or values of remote ones, as with a norm of all gradients. None if there is none, or
+    if the optimizer does not take all parameters."""
     (shapes,) = abstract((params,))
     state = jax.eval_shape(optimizer.init, shapes)
     try:
         closed = jax.make_jaxpr(optimizer.update)(shapes, state, shapes)
-    except Exception:  # its mask, for one, is of what stays here alone
+    except Exception:  # for example, its mask covers only local parameters
         return None
     count = len(split.paths)
     away = [k in split.remote for k in range(count)]
@@ -120,10 +121,10 @@ def looks_across(split: Split, optimizer: Any, params: Any) -> str | None:
 
 
 def check_across(split: Split, optimizer: Any, params: Any) -> None:
-    """Refuse an optimizer of all parameters that needs those that come; see ``looks_across``.
+    """Refuse an optimizer whose local updates depend on remote parameters; see ``looks_across``.
 
     Raises:
-        RequestError: names an update that depends on them.
+        RequestError: an update depends on them; names it.
     """
     if split.remote and (path := looks_across(split, optimizer, params)):
         raise RequestError(

@@ -1,4 +1,4 @@
-"""Moves constraints on products behind the transposes that read them (TPU).
+"""Moves constraints on products to the transposes that read them (TPU).
 
 The gradient of a kernel is a product that only a transpose reads. XLA:TPU fuses the two and writes
 the product in the parameter's layout. A constraint between them prevents that: parameters and
@@ -18,18 +18,18 @@ RESULTS = ("made", "after", "out")
 """The slots of a result, in the order in which they are applied."""
 
 Entry = tuple[int, tuple[Layout, ...], tuple[Layout, ...]] | None
-"""Of an operation: its group, the layouts of its operands and of its results."""
+"""Per operation: its group, the layouts of its operands, and those of its results."""
 
 
 def behind_transposes(
     graph: Graph, entries: Sequence[Entry], constraints: Iterable[Constraint]
 ) -> tuple[Constraint, ...]:
-    """The constraints with those on such products moved to the transpose, sorted by place.
+    """The constraints, with those on such products moved to the transpose, sorted by place.
 
     Args:
         graph: the step.
-        entries: of every operation (``Groups.op_layouts``).
-        constraints: of the step, at most one for a place.
+        entries: one per operation (``Groups.op_layouts``).
+        constraints: constraints of the step, at most one per place.
     """
     known = {(c.op, c.slot, c.position): c for c in constraints}
     busy = {op for op, _, _ in known}
@@ -67,7 +67,7 @@ def read_by_transposes(graph: Graph) -> dict[int, int]:
 
 
 def _permutation(entry: Entry) -> tuple[int, ...] | None:
-    """Per dimension of a transpose's result, that of its operand; None if layouts are ambiguous."""
+    """Operand dimension per result dimension of a transpose; None if layouts are ambiguous."""
     if entry is None:
         return None
     (before,), (after,) = entry[1], entry[2]

@@ -1,6 +1,6 @@
-"""What of a plan is reviewed: without files and lines, and without the way to it.
+"""The parts of a plan that a review covers: no files, no lines, and not how the plan was chosen.
 
-A comment, a moved line or a renamed file of the model changes nothing here; a sharding, a recipe, a
+A comment, a moved line or a renamed file of the model does not change them; a sharding, a recipe, a
 collective or a predicted figure does.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 NOISE = frozenset({"notes", "meshes", "search", "confirmed", "compute", "activations"})
-"""Fields that say what was tried, or go by lines."""
+"""Fields that record what was tried, or that depend on lines."""
 SORTED = frozenset({"collectives", "fallbacks"})
 """Lists whose order follows the lines of the model."""
 _PLACE = re.compile(r"[\w.\-]+\.py:\d+")
@@ -23,13 +23,13 @@ def without_place(text: str) -> str:
 
 
 def differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[str, ...]:
-    """The fields of two plans in which a review sees a difference."""
+    """The reviewed fields in which two plans differ."""
     a, b = canonical(before), canonical(after)
     return tuple(name for name in {**a, **b} if a.get(name) != b.get(name))
 
 
 def canonical(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a plan's JSON that a review is about.
+    """The fields of a plan's JSON that a review covers.
 
     Args:
         body: the fields, as plain data.

@@ -17,7 +17,7 @@ Reader = Callable[[Any], Any]
 LONGEST_TEXT = 1_000_000
 MOST_BYTES = 2**63 - 1
 _HIDDEN = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Characters that end lines, steer terminals, turn text around or are none: no plan has them."""
+"""Line ends, control and bidirectional characters, and surrogates, which no plan may contain."""
 
 
 class Misfit(Exception):
@@ -103,7 +103,7 @@ def flag(value: Any) -> bool:
 
 
 def many(read: Reader, count: int | None = None) -> Reader:
-    """A list, as a tuple; of ``count`` items, if that is given."""
+    """A list, as a tuple; with ``count`` items, if that is given."""
     expected = "a list" if count is None else f"a list of {count} items"
 
     def read_all(value: Any) -> tuple[Any, ...]:
@@ -122,12 +122,12 @@ def many(read: Reader, count: int | None = None) -> Reader:
 
 
 def perhaps(read: Reader) -> Reader:
-    """What ``read`` takes, or null."""
+    """What ``read`` accepts, or null."""
     return lambda value: None if value is None else read(value)
 
 
 def record(make: Callable[..., T], **readers: Reader) -> Callable[[Any], T]:
-    """An object with a field for each reader, as a dataclass; those with a default may miss.
+    """An object with a field for each reader, as a dataclass; fields with a default may be missing.
 
     Raises:
         TypeError: the dataclass has a field without a reader, or the other way round.

@@ -1,9 +1,9 @@
-"""What the text of a plan may hold: a reader for every field, and rules that join fields. No jax.
+"""The schema of plan files: a reader for every field, and rules across fields. No jax.
 
-A reader takes a value as JSON gives it and returns the field's value, or raises ``Misfit``. A new
-field of a plan's dataclass is one entry in the table of that dataclass below; one with a default
-may be missing in the text. A rule takes a whole plan. Nothing here trusts the text: it may come
-from another machine.
+A reader takes a JSON value and returns the field's value, or raises ``Misfit``. For a new field of
+a plan's dataclass, add an entry to the table of that dataclass below; a field with a default may be
+missing in the text. A rule takes a whole plan. Nothing here trusts the text: it may come from
+another machine.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ _COLLECTIVE = record(
 
 
 def verdict(value: Any) -> MeshVerdict:
-    """What became of a mesh; files of before November 2026 say it in words."""
+    """The outcome for a mesh; files written before November 2026 describe it in words."""
     words = LINE(value)
     if words.startswith("does not fit"):
         return MeshVerdict.UNFIT
@@ -247,14 +247,14 @@ _PLAN = record(
 )
 
 
-# ---- what joins fields ---------------------------------------------------------------------
+# ---- rules across fields -------------------------------------------------------------------
 
 Fault = tuple[str, str]
-"""Where, and what is wrong there."""
+"""A place in the plan, and what is wrong there."""
 
 
 def _shardings(plan: Plan) -> Iterator[Fault]:
-    """Axes exist and occur once; arguments, results and activations divide."""
+    """Axes exist and occur once; they divide arguments, results and activations."""
     for field in ("inputs", "outputs", "activations"):
         for index, row in enumerate(getattr(plan, field)):
             for name in ("spec", "used_as"):
@@ -270,7 +270,7 @@ def _shardings(plan: Plan) -> Iterator[Fault]:
 
 
 def _misplaced(spec: Sharding, shape: tuple[int, ...] | None, mesh: MeshSpec) -> str:
-    """Why a sharding can't hold on the mesh, or an empty text."""
+    """Why a sharding is not valid on the mesh, or an empty text."""
     if not spec.axes:
         return ""
     try:
@@ -283,7 +283,7 @@ def _misplaced(spec: Sharding, shape: tuple[int, ...] | None, mesh: MeshSpec) ->
 
 
 def _operations(plan: Plan) -> Iterator[Fault]:
-    """Tables of operations are of one length; what points into them stays inside."""
+    """Tables of operations have the same length; indices into them are in range."""
     count, kinds = len(plan.op_index), len(plan.op_table)
     if len(plan.op_inputs) != count:
         yield "op_inputs", f"{len(plan.op_inputs)} items for {count} operations in op_index"
@@ -308,17 +308,17 @@ def _operations(plan: Plan) -> Iterator[Fault]:
 
 
 def _choice(plan: Plan) -> Iterator[Fault]:
-    """Of the meshes tried, one was chosen."""
+    """Exactly one of the meshes was chosen."""
     chosen = sum(row.verdict is MeshVerdict.CHOSEN for row in plan.meshes)
     if plan.meshes and chosen != 1:
         yield "meshes", f"{chosen} rows are 'chosen', expected one"
 
 
 def _devices(plan: Plan) -> Iterator[Fault]:
-    """The mesh has no more devices than the cluster, where the cluster's text says how many."""
+    """The mesh has no more devices than the cluster, if the cluster's text gives their number."""
     most = MOST_DEVICES
-    if ".toml" not in plan.cluster.lower():  # no file is opened because a plan names it
-        with contextlib.suppress(ClusterError):  # else described in the program that planned
+    if ".toml" not in plan.cluster.lower():  # a file that a plan names is never opened
+        with contextlib.suppress(ClusterError):  # else described in the planning program
             most = parse_cluster(plan.cluster).num_devices
     if plan.mesh.num_devices > most:
         yield "mesh", f"{short(plan.mesh.num_devices)} devices, {plan.cluster} has {most}"
@@ -328,7 +328,7 @@ RULES: tuple[Callable[[Plan], Iterator[Fault]], ...] = (_shardings, _operations,
 
 
 def read_plan(raw: dict[str, Any]) -> Plan:
-    """The plan that parsed JSON, without its format, holds; raises ValueError, one line."""
+    """The plan in parsed JSON (without its format); raises ValueError with a one-line message."""
     try:
         plan = _PLAN(raw)
     except (Misfit, RequestError) as error:

@@ -1,5 +1,5 @@
-"""How a step is rewritten before it is planned: a padded batch or microbatches, rematerialization,
-stages, chunks."""
+"""Rewrites a step before it is planned: a padded batch or microbatches, rematerialization, stages,
+chunks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from planner.stages.rewrite import staged
 
 
 class Rewriter:
-    """A step under recipes; what they have in common is made once."""
+    """A step under recipes; shared parts are computed once."""
 
     def __init__(self, function: Callable[..., Any], args: Sequence[Any]) -> None:
         self.function, self.args = function, abstract(args)
@@ -30,8 +30,8 @@ class Rewriter:
     def cut(
         self, parts: int, apart: bool = False, replicas: int = 1, statistics: str = WHOLE
     ) -> tuple[Callable[..., Any], Traced]:
-        """The step in microbatches, and its trace; ``apart``: such that stages can be made of
-        it. ``replicas``, ``statistics``: see ``microbatched``."""
+        """The step in microbatches, and its trace. ``apart``: whether stages can be made of it.
+        ``replicas``, ``statistics``: see ``microbatched``."""
         key = parts, apart and parts > 1, replicas, statistics if parts > 1 else WHOLE
         if key not in self._cuts:
             whole = None if parts == replicas == 1 else self.cut(1)[1]
@@ -96,8 +96,8 @@ class Rewriter:
 def rewritten(
     function: Callable[..., Any], args: Sequence[Any], recipe: Recipe
 ) -> Callable[..., Any]:
-    """The step under a recipe: padded, or cut into microbatches; each of these rematerialized, its
-    layers in stages, then its large products in chunks.
+    """The step under a recipe: padded or cut into microbatches, then rematerialized, then with its
+    layers in stages, then with its large products in chunks.
 
     Raises:
         NotExactError, RequestError: see ``microbatched`` and ``rematerialized``.
@@ -106,27 +106,27 @@ def rewritten(
 
 
 def recipe_of(function: Any) -> Recipe:
-    """Under which recipe ``rewritten`` made a function."""
+    """The recipe under which ``rewritten`` made a function."""
     recipe = getattr(function, "recipe", PLAIN)
     return recipe if isinstance(recipe, Recipe) else PLAIN
 
 
 def coupled_of(function: Any) -> tuple[str, ...]:
-    """Where examples of a microbatch depend on each other in a function of ``rewritten``: lines of
-    the user's code."""
+    """Lines of the user's code where examples of a microbatch depend on each other in a function of
+    ``rewritten``."""
     return tuple(getattr(function, "coupled", ()))
 
 
 def chunked_of(function: Any) -> tuple[str, ...]:
-    """What a function of ``rewritten`` computes in chunks, a line for each product."""
+    """What a function of ``rewritten`` computes in chunks, one line per product."""
     return tuple(getattr(function, "chunked", ()))
 
 
 def staged_of(function: Any) -> tuple[str, ...]:
-    """What the stages of a function of ``rewritten`` are."""
+    """The stages of a function of ``rewritten``, as text."""
     return tuple(getattr(function, "staged", ()))
 
 
 def recomputed_of(function: Any) -> tuple[str, ...]:
-    """What a function of ``rewritten`` computes again, a line for each kind of block."""
+    """What a function of ``rewritten`` recomputes, one line per kind of block."""
     return tuple(getattr(function, "recomputed", ()))

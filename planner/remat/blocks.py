@@ -1,4 +1,4 @@
-"""Equal blocks of an unrolled forward pass, computed again where the backward pass wants them."""
+"""Recomputes equal blocks of an unrolled forward pass where the backward pass needs them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from planner.remat.policy import FULL, parse_policy
 from planner.remat.sites import Site, Sites, common_line, pays, to_device, to_host
 
 LEAST = 1.01
-"""Bytes, relative to the fewest that cross anywhere, up to which a place is as good to cut at."""
+"""Bytes, relative to the fewest that cross anywhere, up to which a place is a candidate cut."""
 TRIED = 12
-"""How many such places are tried."""
+"""Most such places to try."""
 
 
 def repeated_blocks(flat: FlatJaxpr, sites: Sites, skip: frozenset[int]) -> FlatJaxpr:
-    """Repeated blocks of the forward pass rewritten, cut where least crosses; ``skip``: calls that
-    are left as they are."""
+    """Rewrite repeated blocks of the forward pass, cut where the fewest bytes cross. ``skip``:
+    calls to leave unchanged."""
     chunks = sites.chunks(flat) if sites.policy.flop_per_byte else WHOLE
     rewriting = _Rewriting(flat, flat.readers, flat.values, sites.policy.on_host)
     key = "repeated blocks", skip, chunks.values
@@ -44,7 +44,7 @@ def repeated_blocks(flat: FlatJaxpr, sites: Sites, skip: frozenset[int]) -> Flat
 
 @dataclass(frozen=True)
 class _Repeated:
-    """Equal blocks: what they are, how many, and the calls of each."""
+    """Equal blocks: their description, their number, and the calls of each."""
 
     what: str
     count: int
@@ -77,8 +77,8 @@ def _block(
     readers: Sequence[Sequence[int]],
     chunks: InChunks = WHOLE,
 ) -> Block:
-    """Values that the forward pass reads elsewhere stay; those that only the backward pass reads
-    are wanted."""
+    """A block of calls. Values that the rest of the forward pass reads stay in memory; those that
+    only the backward pass reads are wanted."""
     outputs = {v for v in flat.outputs if isinstance(v, int)}
     wanted, held = set(), set()
     for at in part:
@@ -100,7 +100,7 @@ def _block(
 
 @dataclass(eq=False)
 class _Rewriting:
-    """Collects what is done again, and what reads it."""
+    """Collects the blocks to recompute, and the readers of their values."""
 
     flat: FlatJaxpr
     readers: Sequence[Sequence[int]]
@@ -108,10 +108,10 @@ class _Rewriting:
     on_host: bool
     before: dict[int, list[tuple[Block, Cut]]] = field(default_factory=dict)
     away: dict[int, int] = field(default_factory=dict)
-    """What waits in host memory: its number there."""
+    """Per value stored in host memory, the number of its copy there."""
 
     def again(self, part: range, block: Block, block_cut: Cut) -> None:
-        """Do a block again in front of the first operation of the backward pass that wants it."""
+        """Recompute a block before the first operation of the backward pass that reads it."""
         dropped = block.wanted - block_cut.kept
         if self.on_host:
             waiting = sorted(block.held | block_cut.kept)
@@ -121,10 +121,10 @@ class _Rewriting:
         ).append((block, block_cut))
 
     def done(self) -> FlatJaxpr:
-        """The program."""
+        """The rewritten program."""
         out: list[Call] = []
-        names: dict[int, int] = {}  # what the backward pass reads in place of a value
-        behind: set[int] = set()  # what the backward pass has made so far
+        names: dict[int, int] = {}  # replacements of values in the backward pass
+        behind: set[int] = set()  # values that the backward pass made so far
         for at, call in enumerate(self.flat.calls):
             for block, block_cut in self.before.get(at, ()):
                 out += self._copies(at, block, block_cut, names, behind)
@@ -139,9 +139,9 @@ class _Rewriting:
     def _copies(
         self, at: int, block: Block, block_cut: Cut, names: dict[int, int], behind: set[int]
     ) -> list[Call]:
-        """The operations of a block once more, from what is kept. They wait for the cotangent that
-        the block's backward pass begins with: a barrier ties the two, or a compiler could do them
-        at once, or merge them with the first ones."""
+        """The recomputed operations of a block, which start from its stored values. A barrier makes
+        them wait for the cotangent that the block's backward pass begins with. Without it, a
+        compiler could run them immediately, or merge them with the original ones."""
         reader = self.flat.calls[at]
         calls = [block.calls[k] for k in block_cut.again]
         inside = {v for c in calls for v in c.outs}
@@ -174,7 +174,7 @@ class _Rewriting:
         return tuple(range(self.values - count, self.values))
 
     def _cotangents(self, at: int, behind: set[int]) -> list[int]:
-        """What the backward pass has made that the next operation to read any of it reads."""
+        """The operands of the next backward operation that are results of the backward pass."""
         for call in self.flat.calls[at:]:
             read = dict.fromkeys(v for v in call.ins if isinstance(v, int))
             cotangents = [v for v in read if v in behind]
@@ -184,9 +184,9 @@ class _Rewriting:
 
 
 def _whole(flat: FlatJaxpr, cuts: list[int], length: int, taken: set[int]) -> list[int]:
-    """The cuts with the first and the last block made as long as the others, where what is beside
-    them is forward and not ``taken``: a first layer that also makes a mask is not equal to the
-    others, but a layer."""
+    """The cuts, with the first and the last block extended to the length of the others, as far as
+    the adjacent calls are forward and not ``taken``. A first layer that also makes a mask is not
+    equal to the others, but is a layer."""
     if len(cuts) < 3:
         return cuts
     first, last = cuts[0], cuts[-1]
@@ -202,7 +202,7 @@ def _whole(flat: FlatJaxpr, cuts: list[int], length: int, taken: set[int]) -> li
 
 
 def _at(call: Call, ins: tuple[int, ...], outs: tuple[int, ...], run: Run, backward: bool) -> Call:
-    """Another operation in the place of a call, with its line and names."""
+    """Another operation at the place of a call, with the line and names of that call."""
 
     def placed(values: Sequence[Any]) -> list[Any]:
         with compat.provenance(call.origin):
@@ -226,15 +226,15 @@ def _barrier(values: Sequence[object]) -> list[object]:
 def cuts_of(
     flat: FlatJaxpr, start: int, length: int, count: int, readers: Sequence[Sequence[int]]
 ) -> list[int]:
-    """Where to cut equal blocks, once in each: where fewest bytes cross in the forward pass, and of
-    such places where least is to be done again. (Both halves of a transformer layer begin at the
-    residual stream, but only one cut spares the larger product.)"""
+    """Where to cut equal blocks, once in each: where the fewest bytes cross in the forward pass,
+    and among such places, where recomputation costs least. (Both halves of a transformer layer
+    begin at the residual stream, but only one cut avoids recomputing the larger product.)"""
     end = start + length * count
     phases = phases_of(flat, start, length, count, readers)
     first = start + length * ((count - 1) // 2)
 
     def again(phase: int) -> float:
-        """What it costs to do a block again that is cut here."""
+        """Cost of recomputing a block that is cut here."""
         part = range(first + phase, min(first + phase + length, end))
         block = _block(flat, part, readers)
         return cut(block, parse_policy(FULL)).flop if block.wanted else math.inf
@@ -247,7 +247,7 @@ def cuts_of(
 def phases_of(
     flat: FlatJaxpr, start: int, length: int, count: int, readers: Sequence[Sequence[int]]
 ) -> list[int]:
-    """The places in equal blocks where fewest bytes cross in the forward pass."""
+    """The places in equal blocks where the fewest bytes cross in the forward pass."""
     end = start + length * count
     rises = np.zeros(length * count + 1)
     for at in range(start, end):

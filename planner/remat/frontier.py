@@ -1,10 +1,11 @@
-"""Which values of a block to keep: a minimum cut through its forward operations.
+"""Which values of a block to store: a minimum cut through its forward operations.
 
-As in the min-cut partitioner of PyTorch's AOTAutograd, with a price on what is done again in place
-of a list of what must not be: two nodes stand for an operation (it is done again) and for each of
-its results (it is needed). Needed and its operation not done again: it is kept, at its bytes.
-Done again: at its flop over the price, and all that it reads is needed. A loop over chunks stands
-for one operation more: without it the sums that leave it can't be done again.
+As in the min-cut partitioner of PyTorch's AOTAutograd, but with a price on recomputation instead of
+a list of operations that must not be recomputed. An operation has a node (it is recomputed), and so
+has each of its results (it is needed). A needed result of an operation that is not recomputed is
+stored and costs its bytes. A recomputed operation costs its flop over the price, and all of its
+operands are needed. A loop over chunks is one more operation: without it, the sums that leave it
+can't be recomputed.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ from planner.graph.jaxpr.products import flop_of
 from planner.remat.policy import Policy
 
 ELEMENT_FLOP = 16.0
-"""Flop per byte of result that an operation other than a product counts for: its time is that of
-memory, and most of it is absorbed by the kernels around."""
+"""Flop per byte of result that an operation other than a product counts for. Its time is that of
+memory traffic, and the kernels around it absorb most of it."""
 LEAST_PRICE = 1e-3
-"""Flop per byte where nothing is to be done again but for what must not be kept."""
+"""Flop per byte if only values that must not be stored are to be recomputed."""
 _SOURCE, _SINK = "source", "sink"
 
 
 @dataclass(frozen=True)
 class Loop:
-    """Operations of the forward pass that are done a chunk at a time (``planner.chunks``).
+    """Operations of the forward pass that run in chunks (``planner.chunks``).
 
     Attributes:
-        leaving: sums that are complete after the loop alone. Whoever does one of them again runs
-            the whole loop; what is inside it is done again by the backward pass's own loop.
-        flop: of the loop.
+        leaving: sums that are complete only after the loop. Recomputing one of them runs the whole
+            loop; values inside it are recomputed by the loop of the backward pass.
+        flop: flop of the loop.
     """
 
     leaving: frozenset[int]
@@ -46,11 +47,11 @@ class Loop:
 
 @dataclass(frozen=True)
 class InChunks:
-    """What of a program is done in chunks.
+    """The parts of a program that run in chunks.
 
     Attributes:
-        values: those that are never whole, and so must not be kept.
-        loops: those of the forward pass.
+        values: values that never exist whole, so they must not be stored.
+        loops: the loops of the forward pass.
     """
 
     values: frozenset[int] = frozenset()
@@ -58,7 +59,7 @@ class InChunks:
 
 
 WHOLE = InChunks()
-"""A program of which nothing is done in chunks."""
+"""For a program without parts that run in chunks."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,11 +68,11 @@ class Block:
 
     Attributes:
         calls: its operations, in order.
-        wanted: values that the backward pass reads, and that nothing else holds.
-        entries: values from outside that would have to be kept for it, with their bytes.
-        held: values made in it that stay in memory anyway.
-        never: values that are not to be kept at any price.
-        loops: of its operations that are done in chunks.
+        wanted: values that the backward pass reads and that do not stay in memory otherwise.
+        entries: values from outside that would have to be stored for it, with their bytes.
+        held: values of the block that stay in memory anyway.
+        never: values that must not be stored at any price.
+        loops: loops of its operations that run in chunks.
     """
 
     calls: Sequence[Call]
@@ -83,12 +84,12 @@ class Block:
 
     @property
     def bytes_now(self) -> int:
-        """Bytes that wait for the backward pass if nothing is done again."""
+        """Bytes stored for the backward pass if nothing is recomputed."""
         return sum(n for v, n in _sizes(self).items() if v in self.wanted)
 
     @functools.cached_property
     def key(self) -> tuple[Any, ...]:
-        """Equal for blocks of the same operations on the same types, joined in the same way."""
+        """Equal for blocks of the same operations on the same types, connected in the same way."""
         number: dict[int, int] = {}
 
         def of(value: Any) -> Any:
@@ -114,12 +115,13 @@ class Block:
 
 @dataclass(frozen=True)
 class Cut:
-    """What a block keeps.
+    """What a block stores and recomputes.
 
     Attributes:
-        kept: values that the backward pass finds in memory, besides those held anyway.
-        again: which of its operations are done again, by position.
-        kept_bytes, flop: of all these.
+        kept: values stored for the backward pass, besides those that stay in memory anyway.
+        again: positions of its recomputed operations.
+        kept_bytes: bytes of ``kept``.
+        flop: cost of ``again`` (``call_cost``).
     """
 
     kept: frozenset[int]
@@ -129,7 +131,7 @@ class Cut:
 
 
 def cut(block: Block, policy: Policy) -> Cut:
-    """The cheapest values to keep under a policy."""
+    """The cheapest values to store under a policy."""
     sizes, costs = _sizes(block), [call_cost(c) for c in block.calls]
     price = policy.flop_per_byte or (LEAST_PRICE if block.never & block.wanted else 0.0)
     if not price or not block.wanted:
@@ -157,7 +159,7 @@ def cut(block: Block, policy: Policy) -> Cut:
             net.add_edge(("loop", number), ("op", k))
     for v in sorted(block.wanted - block.held):
         net.add_edge(("value", v), _SINK)
-    # on the sink's side: operations that are done again, values that are needed
+    # on the sink's side: recomputed operations and needed values
     reached = _sink_side(net)
     again = tuple(k for k in range(len(block.calls)) if ("op", k) in reached)
     saved = frozenset(
@@ -177,8 +179,8 @@ def cut(block: Block, policy: Policy) -> Cut:
 def compared_maxima(calls: Sequence[Call]) -> frozenset[int]:
     """Maxima and minima that operations compare values with.
 
-    They must not be kept where the values are computed again: the gradient of a maximum divides by
-    the number of values that are equal to it, and a compiler may round the second time otherwise.
+    They must not be stored if the values are recomputed: the gradient of a maximum divides by the
+    number of values that are equal to it, and a compiler may round recomputed values differently.
     """
     maxima: set[int] = set()
     moved: dict[int, int] = {}
@@ -195,7 +197,7 @@ def compared_maxima(calls: Sequence[Call]) -> frozenset[int]:
 
 
 def _sink_side(net: Any) -> Set[Any]:
-    """The nodes of the sink's side of a minimum cut, the one with the fewest."""
+    """The nodes on the sink's side of the minimum cut that has the fewest there."""
     residual = nx.algorithms.flow.boykov_kolmogorov(net, _SOURCE, _SINK)
     back = residual.reverse(copy=False)
     seen, stack = {_SINK}, [_SINK]
@@ -208,7 +210,7 @@ def _sink_side(net: Any) -> Set[Any]:
 
 
 def _needed(block: Block, again: Sequence[int], saved: Set[int]) -> tuple[int, ...]:
-    """Of the operations that may be done again, those that what is wanted depends on."""
+    """The operations among ``again`` that wanted values depend on."""
     wanted = {v for v in block.wanted if v not in saved}
     out = []
     for k in reversed(again):
@@ -229,12 +231,12 @@ def _sizes(block: Block) -> dict[int, int]:
 
 
 def is_product(eqn: Any) -> bool:
-    """Whether an equation multiplies matrices, or holds one that does."""
+    """Whether an equation multiplies matrices, or contains one that does."""
     return product_flop(eqn) > 0.0
 
 
 def call_cost(call: Call) -> float:
-    """Flop, and bytes counted as flop."""
+    """Flop of a call, plus the bytes of its results counted as flop."""
     moved = sum(nbytes(v.aval) for v in call.eqn.outvars)
     return product_flop(call.eqn) + ELEMENT_FLOP * moved
 

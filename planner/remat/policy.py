@@ -1,14 +1,14 @@
-"""What is kept for the backward pass: a choice of the user's, or a price.
+"""Rematerialization policies: what is stored for the backward pass, by name or by a price.
 
-A policy says which values of a block stay in memory; the rest is computed again. Between "none" and
-"full" lies a family of one number: the price p of a byte, in flop. For each block the values to
-keep are those of a minimum cut,
+A policy determines which values of a block stay in memory; the rest is recomputed. Between "none"
+and "full" is a family with one parameter: the price p of a byte, in flop. The values to store in a
+block are those of a minimum cut,
 
-    minimize  sum of bytes kept + (sum of flop done again) / p,
+    minimize  sum of stored bytes + (sum of recomputed flop) / p,
 
-so that nothing is computed again that costs more than p flop per byte that it frees. Along p the
-cuts are the lower convex hull of all (bytes kept, flop again) of the block. What is kept may wait
-in host memory, at any price.
+so nothing is recomputed that costs more than p flop per byte that it frees. Over all p, the cuts
+form the lower convex hull of all (stored bytes, recomputed flop) of the block. At any price, stored
+values may be in host memory.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ NONE, FULL, DOTS, OFFLOAD = "none", "full", "dots", "offload"
 NAMES = (NONE, FULL, DOTS, OFFLOAD)
 
 ON_HOST = f"{OFFLOAD}:"
-"""What stands before a number where what is kept waits in host memory."""
+"""Prefix of a price if stored values are in host memory."""
 
 PRICES = tuple(2.0**k for k in range(5, 17))
-"""Flop per byte at which the search looks: from elementwise operations (about 2^5) over attention
-scores (2^8) to products of width 16,384 (2^15)."""
+"""Prices that the search tries, in flop per byte: from elementwise operations (about 2^5) over
+attention scores (2^8) to products of width 16,384 (2^15)."""
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What is computed again.
+    """What is recomputed.
 
     Attributes:
-        flop_per_byte: at most so many flop for each byte that is freed; 0: nothing.
-        products: whether products and convolutions are computed again, too.
-        on_host: whether what is kept waits in host memory.
+        flop_per_byte: most flop to recompute per byte that is freed; 0: nothing is recomputed.
+        products: whether products and convolutions are recomputed, too.
+        on_host: whether stored values are in host memory.
     """
 
     flop_per_byte: float
@@ -48,7 +48,7 @@ def parse_policy(text: str | float) -> Policy:
     """A policy from its name, or from flop per byte.
 
     Raises:
-        RequestError: it is neither.
+        RequestError: the text is neither.
 
     >>> parse_policy(512)
     Policy(flop_per_byte=512.0, products=True, on_host=False)
@@ -78,7 +78,7 @@ def parse_policy(text: str | float) -> Policy:
 
 
 def policy_text(text: str | float) -> str:
-    """The policy as plans write it: a name, or a number without needless digits."""
+    """The policy as plans write it: a name, or a number without unnecessary digits."""
     policy = parse_policy(text)
     if text in NAMES:
         return str(text)

@@ -1,16 +1,16 @@
-"""The step with parts of its forward pass computed again in the backward pass.
+"""Recomputes parts of a step's forward pass in the backward pass.
 
-This is the program that ``jax.checkpoint`` around the body of each ``lax.scan``, or around each of
-the equal blocks of an unrolled model, would give. It is made from the step's jaxpr, so the user's
-code need not be changed:
+The result is the program that ``jax.checkpoint`` around the body of each ``lax.scan``, or around
+each equal block of an unrolled model, would give. It is made from the step's jaxpr, so the user's
+code does not change:
 
-* A forward scan whose stacked results only a later scan of the same length reads: a stack of what
-  is kept replaces them, and the later scan computes the rest again.
-* Equal blocks of forward operations: what only the backward pass reads is made again, in front of
-  the first operation that reads it. Blocks are cut where least crosses.
+* A forward scan whose stacked results are read only by a later scan of the same length: it stacks
+  the stored values instead, and the later scan recomputes the rest.
+* Equal blocks of forward operations: values that only the backward pass reads are recomputed before
+  the first operation that reads them. Blocks are cut where the fewest bytes cross.
 
-Bodies that the program rematerializes itself (``jax.checkpoint``) are left as they are. What a
-block keeps is a minimum cut under a policy (``frontier``, ``policy``).
+Bodies that the program itself rematerializes (``jax.checkpoint``) are left unchanged. What a block
+stores is a minimum cut under a policy (``frontier``, ``policy``).
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ KEEP_NOTHING = parse_policy(FULL)
 
 @dataclass(frozen=True, eq=False)
 class Rematerialized:
-    """A step that computes parts of its forward pass again.
+    """A step that recomputes parts of its forward pass.
 
     Attributes:
-        sites: the blocks, and what each keeps; those that do nothing again among them.
+        sites: the blocks and what each stores, including blocks that recompute nothing.
         function: the step, with the same arguments and results.
     """
 
@@ -49,28 +49,28 @@ class Rematerialized:
 
     @property
     def what(self) -> str:
-        """Which parts are computed again."""
+        """Which parts are recomputed."""
         return " and ".join(dict.fromkeys(s.what for s in self.sites if pays(s.block, s.cut)))
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """For each kind of block, what it keeps and what is computed again."""
+        """For each kind of block, what it stores and what it recomputes."""
         return tuple(dict.fromkeys(site_text(s) for s in self.sites if pays(s.block, s.cut)))
 
 
 Chunks = Callable[[FlatJaxpr], InChunks]
-"""What of a program is done in chunks after the rewrite."""
+"""Determines the parts of a program that run in chunks after the rewrite."""
 
 
 def recomputed(
     traced: Traced, policy: Policy = KEEP_NOTHING, chunks: Chunks | None = None
 ) -> Rematerialized | None:
-    """The step under a policy; None where no loop body or block leaves anything to compute again.
+    """The step under a policy; None if no loop body or block has anything to recompute.
 
     Args:
         traced: the step.
-        policy: what is computed again.
-        chunks: what is done in chunks afterwards, and so computed again under every policy.
+        policy: what is recomputed.
+        chunks: what runs in chunks afterwards and is therefore recomputed under every policy.
     """
     sites = Sites(policy) if chunks is None else Sites(policy, chunks)
     run = _rewritten(traced.flat, sites)
@@ -90,18 +90,18 @@ def rematerialized(
     policy: str,
     chunks: Chunks | None = None,
 ) -> tuple[Callable[..., Any], tuple[str, ...]]:
-    """A step that computes what ``function`` does, with a policy's parts of it done again.
+    """A step that computes what ``function`` does and recomputes parts of it under a policy.
 
     Args:
         function: a step of pytrees of arrays.
-        traced: what it is for ``args``.
+        traced: its trace for ``args``.
         args: its arguments, or ShapeDtypeStructs.
         policy: see ``planner.remat.policy``.
-        chunks: what is done in chunks afterwards, and so computed again under every policy.
+        chunks: what runs in chunks afterwards and is therefore recomputed under every policy.
 
     Returns:
-        A function of the same arguments (those of other shapes are rewritten anew), and a line for
-        each kind of block that it computes again.
+        A function of the same arguments (which is rewritten again for other shapes), and one line
+        per kind of block that it recomputes.
 
     Raises:
         RequestError: there is no such policy.
@@ -125,10 +125,11 @@ def rematerialized(
 def policies(
     traced: Traced, chunks: Chunks | None = None, *, on_host: bool = False
 ) -> tuple[str, ...]:
-    """Policies that keep different values, from what frees least to ``FULL``; none where nothing
-    can be computed again. ``on_host``: those with what is kept in host memory.
+    """Policies that store different values, from the one that frees least to ``FULL``; empty if
+    nothing can be recomputed. ``on_host``: whether stored values are in host memory; the last
+    policy is then ``OFFLOAD``.
 
-    The prices in between are those of ``PRICES`` at which some block changes what it keeps.
+    The prices in between are those of ``PRICES`` at which some block changes what it stores.
     """
     parsed_policy = parse_policy(NONE)
     sites = Sites(parsed_policy) if chunks is None else Sites(parsed_policy, chunks)
@@ -150,7 +151,7 @@ def policies(
 
 
 def _rewritten(flat: FlatJaxpr, sites: Sites) -> Run:
-    """A program with parts of it computed again."""
+    """A program with parts of it recomputed."""
     flat, paired = paired_scans(flat.live(), sites)
     calls = list(flat.calls)
     for at, call in enumerate(calls):

@@ -1,4 +1,4 @@
-"""Scans: the body of a forward scan computed again in the backward scan that reads its stacks."""
+"""Recomputes the body of a forward scan in the backward scan that reads its stacks."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from planner.remat.sites import Site, Sites, pays, to_device, to_host
 
 
 def paired_scans(flat: FlatJaxpr, sites: Sites) -> tuple[FlatJaxpr, frozenset[int]]:
-    """Pairs of scans rewritten.
+    """Rewrite pairs of scans.
 
     Returns:
-        The program, and which of its calls make up a pair (rewritten or not).
+        The program, and the positions of calls that belong to a pair (rewritten or not).
     """
     calls, readers = list(flat.calls), flat.readers
     paired: set[int] = set()
@@ -57,8 +57,8 @@ def paired_scans(flat: FlatJaxpr, sites: Sites) -> tuple[FlatJaxpr, frozenset[in
 def partner_of(
     flat: FlatJaxpr, at: int, readers: Sequence[Sequence[int]]
 ) -> tuple[int | None, frozenset[int]]:
-    """The scan that goes over most of the stacked results of another, and those that only it
-    reads."""
+    """The backward scan that reads most of the stacked results of a scan, and the results that only
+    it reads."""
     call = flat.calls[at]
     n_carry, length = loop_of(call.eqn).carries, call.eqn.params["length"]
     outputs = {v for v in flat.outputs if isinstance(v, int)}
@@ -81,7 +81,7 @@ def partner_of(
 
 
 def _block(call: Call, body: FlatJaxpr, dropped: frozenset[int], chunks: InChunks) -> Block:
-    """One turn of the forward scan: its carries could be stacked in place of results."""
+    """One iteration of the forward scan; its carries could be stacked instead of results."""
     loop = loop_of(call.eqn)
     _, carries, _ = loop.split(body.inputs)
     avals = compat.body(call.eqn.params["jaxpr"]).invars[loop.consts :]
@@ -104,7 +104,7 @@ def _forward(
     stacks: tuple[int, ...],
     away: bool,
 ) -> Call:
-    """The scan that stacks what is kept instead of what is dropped."""
+    """The forward scan, which stacks stored values instead of dropped ones."""
     loop = loop_of(call.eqn)
     n_carry = loop.carries
     left = [k for k, v in enumerate(call.outs[n_carry:]) if v not in dropped]
@@ -136,7 +136,7 @@ def _backward(
     stacks: tuple[int, ...],
     away: bool,
 ) -> Call:
-    """The scan that computes what is dropped again from what is kept."""
+    """The backward scan, which recomputes dropped values from stored ones."""
     loop, earlier = loop_of(call.eqn), loop_of(forward.eqn)
     place = dict(zip(forward.outs, body.outputs, strict=True))
     calls = [body.calls[k] for k in body_cut.again]

@@ -1,4 +1,4 @@
-"""Equal rows into one: repeated layers, repeated collectives. No jax."""
+"""Folds equal rows into one: repeated layers, repeated collectives. No jax."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class LeafRow:
 
 @dataclass(frozen=True)
 class CollectiveSum:
-    """Collectives of one kind, axes, cause, source line and payload."""
+    """Collectives of the same kind, axes, cause, source line and payload."""
 
     kind: str
     axes: tuple[str, ...]
     count: float
     payload_bytes: float
     time_s: float
-    """Of all runs in a step."""
+    """Time of all runs in a step."""
     source: str
     cause: str
 
@@ -73,13 +73,13 @@ def is_optimizer_state(path: str) -> bool:
 
 
 def pattern(path: str) -> tuple[str, ...]:
-    """A path without its numbers; the leading ``[0]``, which names the argument, is kept."""
+    """A path without its numbers, except the leading ``[0]``, which names the argument."""
     head, pieces = _pieces(path)
     return (head, *pieces[::2])
 
 
 def common_path(paths: Sequence[str]) -> str:
-    """Paths of one ``pattern`` as one text: numbers that differ become ``*``."""
+    """Paths with the same ``pattern`` as one text: numbers that differ become ``*``."""
     head, first = _pieces(paths[0])
     rows = [_pieces(path)[1] for path in paths]
     return head + "".join(
@@ -88,7 +88,7 @@ def common_path(paths: Sequence[str]) -> str:
 
 
 def common_start(paths: Sequence[str]) -> str:
-    """The steps that all paths begin with, if leaving them out makes a table narrower."""
+    """The keys that all paths begin with; empty if leaving them out saves little."""
     steps = [_STEPS.findall(path)[:-1] for path in paths]
     count = 0
     while all(len(row) > count and row[count] == steps[0][count] for row in steps):
@@ -99,7 +99,7 @@ def common_start(paths: Sequence[str]) -> str:
 
 
 def fold_leaves(leaves: Sequence[Leaf]) -> tuple[LeafRow, ...]:
-    """Fold leaves of one pattern, shape, dtype, sharding and memory, as they first appear."""
+    """Fold leaves of equal pattern, shape, dtype, sharding and memory, in order of appearance."""
     groups: dict[tuple[object, ...], list[Leaf]] = {}
     for leaf in leaves:
         kind = (leaf.spec, leaf.used_as, leaf.tied, leaf.memory)
@@ -133,7 +133,7 @@ def fold_collectives(rows: Sequence[CollectiveRow]) -> tuple[CollectiveSum, ...]
 
 
 def _pieces(path: str) -> tuple[str, list[str]]:
-    """The argument's index, and the rest as text and numbers in turn."""
+    """The argument's index, and the rest as alternating text and numbers."""
     match = _ARGUMENT.match(path)
     head = match.group() if match else ""
     return head, _DIGITS.split(path[len(head) :])

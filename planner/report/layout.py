@@ -1,4 +1,4 @@
-"""How reports look on a terminal: sections, tables, and the same as plain text. No jax."""
+"""Layout of reports on a terminal or as plain text: sections and tables. No jax."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _RULES = Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
 
 
 def plain_text(parts: Iterable[RenderableType], width: int) -> str:
-    """Parts of a report as plain ASCII text, ``width`` columns wide, without colour."""
+    """Parts of a report as plain ASCII text, ``width`` columns wide, without color."""
     out = io.StringIO()
     console = Console(
         file=out,
@@ -36,15 +36,15 @@ def show(parts: Iterable[RenderableType], console: Console) -> None:
 
 
 def section(title: str, body: RenderableType) -> Iterable[RenderableType]:
-    """A blank line, a title, and what stands under it."""
+    """A blank line, a title, and the indented body."""
     yield ""
     yield Text(title, style="bold")
     yield Padding(body, (0, 0, 0, 2), expand=False)
 
 
 def new_table(*columns: str) -> Table:
-    """A table with a rule below its head; a column named ">..." is for numbers, "<..." for names
-    that stay on one line."""
+    """A table with a rule below its header. A column named ">..." is for numbers, one named "<..."
+    for names that stay on one line."""
     table = Table(
         box=_RULES,
         show_edge=False,
@@ -69,7 +69,7 @@ def add_row(table: Table, *cells: str, style: str = "") -> None:
 
 
 def pairs(rows: Iterable[tuple[str, str]]) -> Table:
-    """Names and what they are, in two columns."""
+    """Names and descriptions in two columns."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True, style="dim")
     table.add_column(overflow="fold")
@@ -79,5 +79,5 @@ def pairs(rows: Iterable[tuple[str, str]]) -> Table:
 
 
 def text_lines(lines: Sequence[str]) -> RenderableType:
-    """A line each, or "none"."""
+    """One line per text, or "none"."""
     return Text("\n".join(lines) if lines else "none", overflow="fold")

@@ -1,4 +1,4 @@
-"""Why no plan fits in memory, and what would help, as text for people. No jax."""
+"""Why no plan fits in memory, and what would help, as text. No jax."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from planner.report.units import bytes_text, time_text
 from planner.space.replicated import Whole
 
 WHOLE_SHOWN = 6
-"""Operations without a rule that are named."""
+"""Most operations without a rule to name."""
 WHOLE_HELP = (
     "write them in plain JAX, which can be split, register a rule for a kernel "
     "(planner.register_rule), or declare one (jax.experimental.custom_partitioning, sharding_rule=)"
@@ -19,7 +19,7 @@ WHOLE_HELP = (
 
 @dataclass(frozen=True)
 class Holder:
-    """Values that hold memory at the peak: equal ones in one row.
+    """Equal values that hold memory at the peak.
 
     Attributes:
         kind: ``parameter``, ``optimizer state``, ``input``, ``gathered copy`` or ``activation``.
@@ -36,15 +36,15 @@ class Holder:
 
 @dataclass(frozen=True)
 class Relief:
-    """One way to need less memory, tried out.
+    """A change that may reduce memory.
 
     Attributes:
-        what: what would be changed.
-        peak_bytes: the peak per device that was reached then.
-        step_s: predicted seconds of a step then; infinite when it is not known.
+        what: the change.
+        peak_bytes: peak per device with the change.
+        step_s: predicted step time with the change; infinite if unknown.
         fits: whether that peak is within the limit.
-        note: how the numbers were made, where they are less than a plan's.
-        tried: whether it was; if not, there are no numbers.
+        note: how the numbers were computed, if they are less than those of a plan.
+        tried: whether the change was tried; if not, there are no numbers.
     """
 
     what: str
@@ -60,16 +60,17 @@ class Shortage:
     """No plan fits.
 
     Attributes:
-        cluster: its text.
+        cluster: text of the cluster.
         limit_bytes: memory per device that a plan may use.
-        least_bytes: the least peak that was found.
-        lower_bytes: no plan on the meshes that were tried has a lower peak; 0 when unknown.
-        mesh: the mesh of the least peak.
-        moment: the operation and line at which it is reached.
-        holders: what holds it, largest first.
-        reliefs: what was tried.
-        whole: operations without a sharding rule, whose operands and results no device can share.
-        recipe: how the step was rewritten for it; empty if it was not.
+        least_bytes: the lowest peak of all plans tried.
+        lower_bytes: lower bound of the peak on the meshes that were tried; 0 if unknown.
+        mesh: the mesh with the lowest peak.
+        moment: the operation and line at which that peak is reached.
+        holders: what holds the memory at that peak, largest first.
+        reliefs: changes that may reduce memory.
+        whole: operations without a sharding rule; every device holds all their operands and
+            results.
+        recipe: how the step was rewritten for the lowest peak; empty if it was not.
     """
 
     cluster: str
@@ -85,7 +86,7 @@ class Shortage:
 
 
 def host_text(cluster: str, needs_bytes: float, has_bytes: float) -> str:
-    """The devices have room, their hosts have not."""
+    """The message if the offloaded arrays do not fit in the memory of the hosts."""
     return (
         f"no plan fits in the memory of the hosts of {cluster}: the offloaded arrays take at least "
         f"{bytes_text(needs_bytes)} for each device, a plan may use {bytes_text(has_bytes)}; "
@@ -94,7 +95,7 @@ def host_text(cluster: str, needs_bytes: float, has_bytes: float) -> str:
 
 
 def shortage_text(shortage: Shortage) -> str:
-    """A line that says what is missing, then what holds the memory and what would help."""
+    """One line about the missing memory, then what holds the memory and what would help."""
     s = shortage
     under = f" with {s.recipe}" if s.recipe else ""
     over = bytes_text(s.least_bytes - s.limit_bytes)
@@ -117,7 +118,7 @@ def shortage_text(shortage: Shortage) -> str:
 
 
 def _whole_lines(whole: Sequence[Whole]) -> list[str]:
-    """What operations without a rule hold whole."""
+    """Operations without a rule, and the bytes of their whole arrays."""
     if not whole:
         return []
     lines = ["  every device holds all operands and results of operations without a sharding rule"]
@@ -130,7 +131,7 @@ def _whole_lines(whole: Sequence[Whole]) -> list[str]:
 
 
 def _bound_text(shortage: Shortage) -> str:
-    """What is proved."""
+    """What the lower bound proves."""
     if shortage.lower_bytes <= 0:
         return "no lower bound is known"
     if shortage.least_bytes <= shortage.lower_bytes * (1 + 1e-9):
@@ -143,7 +144,7 @@ def _bound_text(shortage: Shortage) -> str:
 
 
 def _relief_text(relief: Relief) -> str:
-    """One line: what, whether it suffices, at what price."""
+    """One line: the change, whether it suffices, and its cost."""
     if not relief.tried:
         return f"{relief.what}: not tried ({relief.note})"
     verdict = "fits" if relief.fits else "does not suffice"

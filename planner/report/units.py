@@ -1,4 +1,4 @@
-"""Numbers as people read them: SI units, three significant digits. No jax."""
+"""Formats numbers: SI units, three significant digits. No jax."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _DTYPES = (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("comp
 
 
 def bytes_text(count: float) -> str:
-    """``80e9`` -> ``"80.0 GB"``; SI decimal, whole below 1 kB, "-" for what is not known."""
+    """``80e9`` -> ``"80.0 GB"``; decimal SI units, whole bytes below 1 kB, "-" if unknown."""
     if count < 0 or not math.isfinite(count):
         return "-"
     if round(count) < 1000:
@@ -22,7 +22,7 @@ def bytes_text(count: float) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """``0.0123`` -> ``"12.3 ms"``; "-" for what is not known (negative or not finite)."""
+    """``0.0123`` -> ``"12.3 ms"``; "-" if unknown (negative or not finite)."""
     if seconds < 0 or not math.isfinite(seconds):
         return "-"
     return "0 s" if seconds < 5e-13 else _scaled(seconds * 1e9, _TIMES)
@@ -36,7 +36,7 @@ def range_text(low_s: float, high_s: float) -> str:
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:
-    """``"a, b and c"``; of more than ``most`` names, the first and how many more."""
+    """``"a, b and c"``; for more than ``most`` names, the first ones and how many more."""
     shown = [*names[:most], *([f"{len(names) - most} more"] if len(names) > most else [])]
     return " and ".join(part for part in (", ".join(shown[:-1]), *shown[-1:]) if part)
 
@@ -57,7 +57,7 @@ def count_text(count: float) -> str:
 
 
 def percent_text(fraction: float) -> str:
-    """``0.394`` -> ``"39.4 %"``; "unknown" for what is not finite."""
+    """``0.394`` -> ``"39.4 %"``; "unknown" if not finite."""
     if not math.isfinite(fraction):
         return "unknown"
     percent = 100.0 * max(fraction, 0.0)
@@ -74,7 +74,7 @@ def array_text(shape: tuple[int, ...], dtype: str) -> str:
 
 
 def limit_text(limit_bytes: float, device_bytes: float) -> str:
-    """``"60.0 GB (80.0 GB less a reserve of 25.0 %)"``; without a reserve the limit alone."""
+    """``"60.0 GB (80.0 GB less a reserve of 25.0 %)"``; without a reserve, only the limit."""
     if device_bytes <= limit_bytes:
         return bytes_text(limit_bytes)
     reserve = percent_text(1.0 - limit_bytes / device_bytes)
@@ -86,7 +86,7 @@ def _sign(difference: float) -> str:
 
 
 def sharding_text(stored: Sharding, used: Sharding) -> str:
-    """``P('data') used as P()``; the use is left out where it is the same."""
+    """``P('data') used as P()``; the use is left out if it is the same."""
     return str(stored) if stored == used else f"{stored} used as {used}"
 
 

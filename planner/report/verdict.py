@@ -11,13 +11,13 @@ from planner.plan.plan import Plan
 from planner.report.units import bytes_text, range_text, time_text
 
 WITHOUT_PLAN = (MeshVerdict.UNFIT, MeshVerdict.UNSEARCHED)
-"""Of a mesh whose seconds are those of a choice that does not fit."""
+"""Verdicts of meshes whose seconds are those of a choice that does not fit."""
 SAME = 0.01
-"""Share up to which two counts of the chosen plan are shown as one."""
+"""Relative difference up to which two figures of the chosen plan are shown as one."""
 
 
 def mesh_text(row: MeshRow, plan: Plan) -> str:
-    """What became of a mesh of a plan, in words."""
+    """The outcome for a mesh of a plan, in words."""
     best_s = plan.search.cost_s
     match row.verdict:
         case MeshVerdict.UNFIT:
@@ -37,7 +37,7 @@ def mesh_text(row: MeshRow, plan: Plan) -> str:
 
 
 def meshes_text(rows: Sequence[MeshRow], plan: Plan) -> str:
-    """What became of meshes that have one verdict, in words."""
+    """The outcome for meshes with the same verdict, in words."""
     if rows[0].verdict is MeshVerdict.UNFIT:
         least = min((row.peak_bytes for row in rows if row.peak_bytes >= 0), default=-1)
         return f"does not fit: needs {bytes_text(least)} or more" if least >= 0 else "does not fit"
@@ -46,8 +46,8 @@ def meshes_text(rows: Sequence[MeshRow], plan: Plan) -> str:
 
 
 def _chosen_text(row: MeshRow, plan: Plan) -> str:
-    """The search counts memory in the order of the trace, and leaves out the start of a step: where
-    the plan as it runs has another time or peak, it is said."""
+    """The search counts memory in the order of the trace and leaves out the start of a step. The
+    text says if the plan, as it runs, has another time or peak."""
     ran = plan.prediction
     pairs = ((row.cost_s, ran.step_s, time_text), (row.peak_bytes, ran.peak_bytes, bytes_text))
     other = [text(b) for a, b, text in pairs if abs(a - b) > SAME * b]
@@ -56,7 +56,7 @@ def _chosen_text(row: MeshRow, plan: Plan) -> str:
 
 def _pruned_text(bound_s: float, best_s: float) -> str:
     """The bound is not below the best plan's time, or so little below it that the best plan's mesh,
-    which has fewer axes, would be taken all the same."""
+    which has fewer axes, would be chosen anyway."""
     if bound_s >= best_s:
         return f"pruned: lower bound {time_text(bound_s)} exceeds {time_text(best_s)}"
     gain = 100.0 * (1.0 - bound_s / best_s)
@@ -69,7 +69,7 @@ def _unsearched_text(bound_s: float, best_s: float) -> str:
 
 
 def likely_text(plan: Plan) -> str:
-    """The likely range of the step time, and by which runs; empty where none says."""
+    """The likely range of the step time, and the runs it is derived from; empty without any."""
     likely = step_range(plan)
     if likely is None:
         return ""
@@ -81,7 +81,7 @@ def likely_text(plan: Plan) -> str:
 
 
 def constants_text(plan: Plan) -> str:
-    """Where the constants come from that the prediction rests on."""
+    """The source of the constants that the prediction uses."""
     try:
         return str(origins(plan.cluster))
     except ClusterError:
@@ -89,7 +89,7 @@ def constants_text(plan: Plan) -> str:
 
 
 def proof_text(plan: Plan) -> str:
-    """What the lower bounds of the chosen mesh and of the others say."""
+    """What the lower bounds of the chosen mesh and of the others prove."""
     s = plan.search
     least = min((m.lower_bound_s for m in plan.meshes), default=s.lower_bound_s)
     if least >= s.cost_s * (1.0 - 1e-9):

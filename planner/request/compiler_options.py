@@ -1,4 +1,4 @@
-"""XLA options of a plan: names and values as text, without access to files."""
+"""Parses the XLA options of a plan: names and values as text, without access to files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arguments and results of a step of loops, and the step."""
+"""The arguments and results of a rolled step, and the step itself."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from planner.rolled.running import Values
 
 
 def struct_of(rows: Sequence[jax.ShapeDtypeStruct]) -> jax.ShapeDtypeStruct:
-    """The type of a stack."""
+    """The type of a stack of rows."""
     one = rows[0]
     return jax.ShapeDtypeStruct((len(rows), *one.shape), one.dtype, weak_type=one.weak_type)
 
 
 @dataclass(eq=False)
 class Form:
-    """Arguments and results of a step of loops, and the step."""
+    """The arguments and results of a rolled step, and the step itself."""
 
     layout: Layout
     traced: Traced
@@ -34,7 +34,7 @@ class Form:
     def __post_init__(self) -> None:
         layout, flat = self.layout, self.layout.flat
         position = {v: k for k, v in reversed(list(enumerate(flat.inputs)))}
-        self.given: list[tuple[int, int]] = []  # position of the leaf that names it, stack or -1
+        self.given: list[tuple[int, int]] = []  # position of the leaf that names it; stack or -1
         seen: set[int] = set()
         for k, value in enumerate(flat.inputs):
             stack = layout.place.get(value, (-1, 0))[0]
@@ -57,15 +57,15 @@ class Form:
 
     @cached_property
     def order(self) -> tuple[Unit, ...]:
-        """What runs after what."""
+        """The units in execution order."""
         return ordered(self.layout)
 
     def args(
         self, leaves: Sequence[Any], stacked: Callable[[Sequence[Any]], Any] = struct_of
     ) -> tuple[Any, ...]:
-        """The arguments: per argument of the step a dict of its leaves by path.
+        """The arguments: for each argument of the original step, a dict of its leaves by path.
 
-        ``leaves``: of the step's arguments; ``stacked`` makes a stack of its rows.
+        ``leaves``: leaves of the original arguments. ``stacked``: makes a stack from its rows.
         """
         count = 1 + max(p[0].idx for p in self.traced.in_paths)
         out: tuple[dict[str, Any], ...] = tuple({} for _ in range(count))
@@ -77,12 +77,12 @@ class Form:
         return out
 
     def leaves(self, args: Sequence[Mapping[str, Any]]) -> dict[int, Any]:
-        """The leaves of the step's arguments that are no rows, by position."""
+        """The leaves of the original arguments that are not rows of stacks, by position."""
         paths = self.traced.in_paths
         return {k: args[paths[k][0].idx][_name(paths[k][1:])] for k, s in self.given if s < 0}
 
     def program(self, flat: FlatJaxpr) -> Callable[..., Any]:
-        """The step; ``flat`` is the program for its shapes."""
+        """The rolled step; ``flat`` is the program for its shapes."""
         paths = self.traced.in_paths
 
         def step(*args: Mapping[str, Any]) -> Any:
@@ -100,9 +100,10 @@ class Form:
         return step
 
     def results(self, one: Callable[[int], Any], stacked: Callable[[int], Any]) -> Any:
-        """The results, in dicts by path, where the step has them.
+        """The results, in dicts by path, at the places that they have in the original step.
 
-        ``one``: that of a position among the step's results; ``stacked``: that of a stack.
+        ``one``: returns the result at a position of the original results. ``stacked``: returns a
+        stack.
         """
         traced = self.traced
         first = [p[0] for p in traced.out_paths if p]

@@ -1,4 +1,4 @@
-"""Which values of a program become the rows of which stacks, if its runs become loops."""
+"""Determines which values of a program become rows of stacks when its runs become loops."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Loop:
         run: its blocks.
         reverse: whether the loop begins with the last row.
         sources: per stack that it reads, where the rows come from.
-        results: the calls and results of a block that others read, each a stack.
+        results: results of a block that others read, as (call, result); each becomes a stack.
         stacks: the numbers of these stacks.
     """
 
@@ -52,15 +52,16 @@ class Layout:
     """The loops of a program.
 
     Attributes:
-        loops: in order.
+        loops: the loops, in order.
         rows: per stack, its values.
-        place: per value that is a row, its stack and which row.
+        place: per value that is a row, its stack and its row there.
         given: stacks that are arguments.
         batches: operations on whole stacks, with the stacks that they make.
         same, dropped: see ``Batches``.
-        entries: what the blocks of a loop read of a carry, per row: the loop and the carry.
-        entering: per loop, the carries that are stacked as they enter, with their stacks.
-        moved_bytes: of values that are stacked, or taken out of stacks, by themselves.
+        entries: the loop and the carry, by the values of the carry that the blocks read, in the
+            order of the rows.
+        entering: per loop, carries whose values on entry to each block are stacked, and the stacks.
+        moved_bytes: bytes of values that are copied into stacks or out of them outside the loops.
     """
 
     flat: FlatJaxpr
@@ -78,7 +79,7 @@ class Layout:
 
     @cached_property
     def numbers(self) -> dict[int, int]:
-        """Which argument each value is."""
+        """Per value that is an argument, its position."""
         return {v: k for k, v in enumerate(self.flat.inputs)}
 
     @cached_property
@@ -95,13 +96,13 @@ class Layout:
 
     @property
     def moved_share(self) -> float:
-        """What is moved, relative to the bytes of all arguments and of all that loops stack."""
+        """``moved_bytes`` relative to the bytes of all arguments and all stacks made by loops."""
         known = set(self.flat.inputs).union(*(self.rows[s] for x in self.loops for s in x.stacks))
         return self.moved_bytes / max(1, sum(self.sizes.get(v, 0) for v in known))
 
     @property
     def covered(self) -> float:
-        """The share of the program's operations that stand in loops, or are on stacks."""
+        """The share of the program's operations that are in loops, on stacks, or dropped."""
         inside = sum(x.run.length * x.run.count for x in self.loops) + len(self.dropped)
         inside += sum(len(batch.calls) for batch, _ in self.batches)
         return inside / max(1, len(self.flat.calls))
@@ -118,11 +119,15 @@ class Layout:
 def layout_of(
     flat: FlatJaxpr, paths: Sequence[tuple[Any, ...]], most_moved: float = math.inf
 ) -> Layout:
-    """Make loops of the runs of a program; ``paths``: of its arguments; ``most_moved``: share of
-    the bytes of arguments and stacks (``moved_share``) from which on the rest is left undone.
+    """Turn the runs of a program into loops.
 
-    Rows are in the order in which the first loop that reads them goes through them. A later loop
-    (the backward pass, the update) follows, if it can.
+    Rows are in the order in which the first loop that reads them visits them. A later loop (the
+    backward pass, the update) uses the same order, if it can.
+
+    Args:
+        flat: the program.
+        paths: paths of its arguments.
+        most_moved: if ``moved_share`` exceeds this, the layout is returned incomplete.
     """
     out = Layout(flat, paths)
     runs = [run for run in runs_of(flat, makers_of(flat)) if run.carries]
@@ -159,13 +164,13 @@ def layout_of(
 
 
 def _of_scalars(out: Layout, run: Run) -> bool:
-    """Whether a block of a run makes nothing but scalars."""
+    """Whether a block of a run makes only scalars."""
     calls = out.flat.calls[run.start : run.start + run.length]
     return all(math.prod(compat.aval_shape(v.aval)) == 1 for c in calls for v in c.eqn.outvars)
 
 
 def _add(out: Layout, run: Run) -> None:
-    """Add a run as a loop, unless its carries go through the rows in no order."""
+    """Add a run as a loop, unless it has carries and visits rows neither forward nor backward."""
     order = _order(out, run)
     reverse = bool(run.carries) and order == tuple(reversed(range(run.count)))
     if run.carries and not reverse and order != tuple(range(run.count)):
@@ -197,8 +202,8 @@ def _add(out: Layout, run: Run) -> None:
 
 
 def _add_moments(out: Layout) -> None:
-    """Make stacks of arguments whose paths end as those of a stack do, and that have the same
-    shapes: moments of parameters."""
+    """Make stacks of arguments whose paths end like those of a stack and whose rows have the same
+    bytes, such as moments of parameters."""
     by_end: dict[tuple[str, ...], list[int]] = {}
     ends = {k: tuple(map(str, path)) for k, path in enumerate(out.paths)}
     known = {end: k for k, end in ends.items()}
@@ -217,7 +222,7 @@ def _add_moments(out: Layout) -> None:
 
 
 def _unlike(paths: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Paths from the first place on where they differ."""
+    """The paths without the keys that they all begin with."""
     same = 0
     while all(len(p) > same + 1 and p[same] == paths[0][same] for p in paths):
         same += 1
@@ -225,7 +230,7 @@ def _unlike(paths: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
 
 
 def _order(out: Layout, run: Run) -> tuple[int, ...]:
-    """The block of each row: as most of the stacks have it that are there already."""
+    """The block of each row, by a majority of the existing stacks that the run reads."""
     votes: Counter[tuple[int, ...]] = Counter()
     for values in run.stacks:
         places = [out.place.get(v) for v in values]
@@ -268,7 +273,7 @@ def _one_argument(out: Layout, values: Sequence[int]) -> bool:
 
 
 def _stack(out: Layout, values: Sequence[int]) -> int:
-    """A new stack."""
+    """Add a stack and return its number."""
     number = len(out.rows)
     out.rows.append(tuple(values))
     out.place.update({v: (number, row) for row, v in enumerate(values)})

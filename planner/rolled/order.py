@@ -1,4 +1,4 @@
-"""In which order the loops, the operations on stacks and the others of a program run."""
+"""Orders the loops, the operations on stacks and the other operations of a program."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from planner.rolled.runs import Const
 
 @dataclass(frozen=True)
 class Single:
-    """A call by itself."""
+    """A single call."""
 
     at: int
 
@@ -32,7 +32,7 @@ Unit = Single | OnStacks | Loop
 
 
 def ordered(layout: Layout) -> tuple[Unit, ...]:
-    """The units of a program, each behind those whose results it reads, else in its order.
+    """The units of a program, each after those whose results it reads, else in program order.
 
     Raises:
         RequestError: there is no such order.
@@ -75,7 +75,7 @@ def _calls(unit: Unit) -> tuple[int, ...] | range:
 
 
 def _made(layout: Layout, unit: Unit) -> Iterator[int]:
-    """The values that others may read."""
+    """The values that a unit makes and others may read."""
     for at in _calls(unit):
         yield from layout.flat.calls[at].outs
 

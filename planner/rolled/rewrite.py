@@ -1,7 +1,8 @@
-"""An unrolled step as a step of loops: the same operations, with a row of a stack for each block.
+"""Rolls an unrolled step into loops: the same operations, with one row of a stack per block.
 
-Its arguments and results have a stack in place of the leaves of equal blocks. It is there to be
-planned: how recipes compare hardly depends on it, and it has a hundredth of the operations.
+Its arguments and results have a stack in place of the leaves of equal blocks. The rolled step is
+only planned, not run: it hardly changes how recipes compare, and it has a hundredth of the
+operations.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from planner.rolled.form import Form
 from planner.rolled.layout import layout_of
 
 LEAST_CALLS = 1500
-"""Operations of a program that takes long to plan."""
+"""Fewest operations of a program that takes long to plan."""
 COVERED = 0.8
-"""Share of them that has to stand in loops."""
+"""Smallest share of them that must be in loops."""
 MOVED = 0.02
-"""Bytes that may be moved in and out of stacks, relative to those of arguments and stacks."""
+"""Most bytes to move in and out of stacks, relative to those of arguments and stacks."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,9 @@ class Rolled:
     """A step of loops.
 
     Attributes:
-        function: of ``args``.
+        function: the step, a function of ``args``.
         args: its arguments as ShapeDtypeStructs.
-        repeats: what is in a loop, in words.
+        repeats: what the largest loops repeat, in words.
     """
 
     function: Callable[..., Any]
@@ -43,12 +44,12 @@ class Rolled:
 
 
 def rolled(function: Callable[..., Any], traced: Traced, args: Sequence[Any]) -> Rolled | None:
-    """The step with its equal blocks in loops; None where it is small, or loops hold too little of
-    it.
+    """The step with its equal blocks in loops; None if it is small, or if loops contain too little
+    of it.
 
     Args:
         function: the step.
-        traced: what it is for ``args``.
+        traced: its trace for ``args``.
         args: its arguments, or ShapeDtypeStructs.
     """
     flat = traced.flat
@@ -75,6 +76,6 @@ def rolled(function: Callable[..., Any], traced: Traced, args: Sequence[Any]) ->
     step = by_shapes(first, form_args, first, other)
     try:
         trace(step, form_args)
-    except MeshwrightError:  # a carry whose type changes, for one
+    except MeshwrightError:  # for example, the type of a carry changes
         return None
     return Rolled(step, form_args, layout.repeats)

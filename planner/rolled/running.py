@@ -17,7 +17,7 @@ from planner.rolled.runs import Carry, Const, Literal, Operand, Own
 
 @dataclass(eq=False)
 class Values:
-    """What a program has computed."""
+    """The values that a program has computed so far."""
 
     layout: Layout
     flat: FlatJaxpr
@@ -37,7 +37,7 @@ class Values:
         return self.env[atom]
 
     def run(self, unit: Unit) -> None:
-        """Run a unit; what it makes can be read afterwards."""
+        """Run a unit; its results can be read afterwards."""
         if isinstance(unit, Loop):
             self.loop(unit)
         elif isinstance(unit, Single):
@@ -61,7 +61,7 @@ class Values:
         self.stacks.update(zip(unit.stacks, results, strict=True))
 
     def loop(self, loop: Loop) -> None:
-        """Run a loop; what it makes goes into the stacks."""
+        """Run a loop and store its results in the stacks."""
         run = loop.run
         body = self.flat.calls[run.start : run.start + run.length]
         consts = {
@@ -112,7 +112,7 @@ class Values:
 
 
 def _typed(value: Any, aval: Any) -> Any:
-    """A value of the type that a loop carries; literals have none."""
+    """A value converted to the dtype of a carry; literals have no dtype."""
     if getattr(value, "dtype", None) == aval.dtype:
         return value
     return jnp.asarray(value, aval.dtype)

@@ -1,8 +1,8 @@
-"""Runs of equal blocks: what each operand of a block is, from one block to the next.
+"""Finds runs of equal blocks, and classifies the operands of a block.
 
-A block reads its own values, those of the block before (a carry of a loop), values that all blocks
-read (a constant of the loop) and values that each has its own of (a row of a stack: parameters,
-residuals). A run that does not follow this is left unrolled.
+A block reads values that it makes itself, values of the previous block (carries of a loop), values
+that all blocks read (constants of the loop), and values that differ from block to block (rows of a
+stack, such as parameters and residuals). A run that does not follow this pattern is left unrolled.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from planner.graph.labels.blocks import blocks_of
 from planner.rolled.batches import kind_of, literal_of
 
 LEAST_COUNT = 4
-"""Blocks that are worth a loop."""
+"""Fewest blocks that are worth a loop."""
 PHASES = 4
-"""Places to cut blocks at that are tried, those where least crosses first."""
+"""Most places to try to cut blocks at, starting with those that the fewest bytes cross."""
 DROPPED = ((0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (0, 2))
-"""Blocks at both ends that are left out, as the first and the last layer may read other things."""
+"""Numbers of blocks to leave out at each end: the first and last layers may read other values."""
 
 Maker = Mapping[int, tuple[int, int]]
-"""Per value, the call that makes it and which of its results it is."""
+"""Per value, the call that makes it and its position among the results."""
 
 
 @dataclass(frozen=True)
 class Literal:
-    """An operand that is a literal, that of the first block."""
+    """A literal operand; that of the first block stands for all."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Own:
 
 @dataclass(frozen=True)
 class Carry:
-    """Carry ``number``: a result of the block before."""
+    """Carry ``number``: a result of the previous block."""
 
     number: int
 
@@ -68,11 +68,12 @@ Operand = Literal | Own | Carry | Const | Row
 
 @dataclass(frozen=True)
 class Run:
-    """Blocks of ``length`` calls from ``start`` on, ``count`` times.
+    """``count`` equal blocks of ``length`` calls each, from call ``start`` on.
 
     Attributes:
         operands: per call of a block, what its operands are.
-        carries: per carry, the call and the result of a block, and what the first block reads.
+        carries: per carry, the call and the result of a block, and the value that the first block
+            reads.
         stacks: per stack, the value that each block reads.
     """
 
@@ -85,12 +86,12 @@ class Run:
 
     @property
     def end(self) -> int:
-        """The call behind the last block."""
+        """The call after the last block."""
         return self.start + self.length * self.count
 
 
 def makers_of(flat: FlatJaxpr) -> Maker:
-    """Who makes each value."""
+    """The maker of each value."""
     return {v: (at, o) for at, call in enumerate(flat.calls) for o, v in enumerate(call.outs)}
 
 
@@ -111,7 +112,7 @@ def runs_of(flat: FlatJaxpr, makers: Maker) -> Iterator[Run]:
     for span in spans:
         run = _best(flat, makers, twins, *span)
         if run is not None:
-            if run.carries:  # what its blocks make has a row per block
+            if run.carries:  # values made by its blocks have a row per block
                 twins = _outside(twins, makers, range(run.start, run.end))
             yield run
 
@@ -122,7 +123,7 @@ def same(codes: np.ndarray[Any, Any], at: int, length: int) -> bool:
 
 
 def _codes(flat: FlatJaxpr) -> np.ndarray[Any, Any]:
-    """Per call, a number that is equal where kinds, types and dimensions are."""
+    """Per call, a number that is equal for calls of the same kind, types and dimensions."""
     known: dict[Any, int] = {}
     out = []
     for call in flat.calls:
@@ -138,7 +139,7 @@ def _codes(flat: FlatJaxpr) -> np.ndarray[Any, Any]:
 
 
 def _twins(flat: FlatJaxpr) -> Mapping[int, int]:
-    """Values that are made of literals alone, as zeros are: the first that is made alike."""
+    """Per value made only from literals, such as zeros, the first value made the same way."""
     first: dict[Any, tuple[int, ...]] = {}
     twins: dict[int, int] = {}
     for call in flat.calls:
@@ -150,7 +151,7 @@ def _twins(flat: FlatJaxpr) -> Mapping[int, int]:
 
 
 def _outside(twins: Mapping[int, int], makers: Maker, run_calls: range) -> Mapping[int, int]:
-    """The twins that some calls do not make; each goes by the first of those that are left."""
+    """The twins not made by some calls; the first remaining one represents each set of twins."""
     first: dict[int, int] = {}
     left = (v for v in twins if makers[v][0] not in run_calls)
     return {v: first.setdefault(twins[v], v) for v in left}
@@ -159,7 +160,7 @@ def _outside(twins: Mapping[int, int], makers: Maker, run_calls: range) -> Mappi
 def _best(
     flat: FlatJaxpr, makers: Maker, twins: Mapping[int, int], start: int, end: int, length: int
 ) -> Run | None:
-    """The most blocks of a span, cut where least crosses, that make a run."""
+    """The run with the most blocks of a span, cut where the fewest bytes cross, or None."""
     crossing = _crossing(flat, start, end)
     places = []
     for phase in range(min(length, end - start - LEAST_COUNT * length + 1)):
@@ -178,7 +179,7 @@ def _best(
 
 
 def _crossing(flat: FlatJaxpr, start: int, end: int) -> np.ndarray[Any, Any]:
-    """Bytes that are made before each call of a span and read behind it, within the span."""
+    """Per call of a span, bytes that are made before it and read from it on, within the span."""
     rises = np.zeros(end - start + 1)
     for at in range(start, end):
         call = flat.calls[at]
@@ -192,7 +193,7 @@ def _crossing(flat: FlatJaxpr, start: int, end: int) -> np.ndarray[Any, Any]:
 def _run(
     flat: FlatJaxpr, makers: Maker, twins: Mapping[int, int], start: int, length: int, count: int
 ) -> Run | None:
-    """The run of some blocks; None where their operands do not follow one pattern."""
+    """The run of some blocks; None if their operands do not follow one pattern."""
     operands: list[tuple[Operand, ...]] = []
     carries: dict[Any, tuple[int, Any]] = {}
     stacks: dict[tuple[int, ...], int] = {}
@@ -224,7 +225,7 @@ def _run(
 
 
 def _key(atom: Any) -> Any:
-    """Equal for the same value; a literal is equal to itself alone."""
+    """Equal for the same value; a literal equals only itself."""
     return atom if isinstance(atom, int) else ("literal", id(atom))
 
 
@@ -234,8 +235,8 @@ OUTSIDE = (-1, 0, 0)
 def _pattern(
     atoms: tuple[Any, ...], makers: Maker, start: int, length: int, end: int
 ) -> tuple[int, int, int] | None:
-    """How many blocks back an operand is made, by which call and as which result: the same for all
-    blocks, but for the first of a carry."""
+    """How many blocks back an operand is made, by which call and as which result. None unless it is
+    the same for all blocks, except for the first value of a carry."""
 
     def one(block: int, atom: Any) -> tuple[int, int, int]:
         at, out = makers.get(atom, (-1, 0)) if isinstance(atom, int) else (-1, 0)

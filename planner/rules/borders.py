@@ -1,4 +1,4 @@
-"""Factor rules of the borders that loops and branches have (kinds: see graph/jaxpr/build.py)."""
+"""Factor rules for the borders of loops and branches (for kinds, see graph/jaxpr/build.py)."""
 
 from __future__ import annotations
 

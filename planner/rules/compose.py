@@ -27,7 +27,7 @@ class RuleStep:
 
 
 class _Factors:
-    """Factors of several operations, some of them found to be the same."""
+    """Factors of several operations, some of which are identified with each other."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -52,7 +52,7 @@ class _Factors:
     def meet(self, one: Sequence[int], other: Sequence[int]) -> None:
         """Identify the factors of one dimension as seen by two operations.
 
-        Where the two divide the dimension differently, none of it can be sharded.
+        If the two divide the dimension differently, none of it can be sharded.
         """
         if [self.sizes[f] for f in one] == [self.sizes[f] for f in other]:
             for a, b in zip(one, other, strict=True):
@@ -67,7 +67,7 @@ def compose(
     step_of: Callable[[Any], RuleStep | None],
     shape_of: Callable[[Any], Shape],
 ) -> FactorRule:
-    """The rule between arguments and results that are some operations apart.
+    """The rule between arguments and results that several operations connect.
 
     Args:
         args: The values to stop at.
@@ -76,8 +76,8 @@ def compose(
         shape_of: The shape of a value.
 
     Raises:
-        Unsupported: The walk ends elsewhere than at an argument, or met an
-            operation without a rule.
+        Unsupported: The walk ends at a value that is not an argument, or reaches
+            an operation without a rule.
     """
     factors = _Factors()
     dims: dict[Any, list[list[int]]] = {}
@@ -120,8 +120,8 @@ def compose(
         return mapped_values
 
     operands, results = final(args), final(outs)
-    # what is summed on the way and yet is in a result meets itself again, as when a mean is taken
-    # off: the operation mixes along it
+    # if a factor is summed on the way and is still in a result, as when a mean is subtracted, the
+    # operation mixes values along it
     summed = {factors.find(f) for f in factors.reduction}
     factors.replicated.update(f for value in results for dim in value for f in dim if f in summed)
     return canonical_rule(

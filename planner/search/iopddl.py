@@ -1,16 +1,16 @@
-"""Reading and writing the public IOPDDL contest form (ASPLOS 2025 / EuroSys 2025).
+"""Reads and writes the public IOPDDL contest form (ASPLOS 2025 / EuroSys 2025).
 
 An instance is ``{"problem": {"name", "nodes": {"intervals", "costs", "usages"}, "edges": {"nodes",
 "costs"}, "usage_limit"}}``: one interval and one usage per strategy for each node, edge costs
 row-major over the strategies of the nodes they name, 1e18 for a forbidden pair.  A node's usage
-counts in the moments [start, end) of its interval.  The form allows one usage a node; a further
+counts in the moments [start, end) of its interval.  The form allows one usage per node; a further
 usage is written as an alias node, tied by an edge that is infinite off its diagonal.
 
 A choice is a JSON list of strategy indices, one per node, as the contest's solvers print it.
 
-Instances repeat themselves, and most of the time of reading one as JSON goes into equal lists of
-numbers.  So the innermost lists are cut out of the text, each distinct one is parsed once, and what
-is left of the text, a few hundredths, is parsed as it is.  Lists of equal text become one array.
+Instances repeat the same lists of numbers, which would take most of the time to parse as JSON.  So
+the innermost lists are cut out of the text, and each distinct list is parsed once.  The remaining
+text, a few percent, is parsed unchanged.  Lists of equal text become one array.
 
 Paper: Moffitt and Fegade, "The ASPLOS 2025 / EuroSys 2025 Contest on Intra-Operator Parallelism for
 Distributed Deep Learning", 2025.
@@ -32,18 +32,18 @@ from planner.files import MIB, gunzipped, read_bytes, unique
 from planner.search.problem import FORBIDDEN, Array, Edge, Problem, Usage, verify
 
 _MARK = "\x01"
-"""Begins the text that stands for a list that was cut out; no JSON string can hold it."""
+"""First character of the text that replaces a cut-out list; no JSON string can contain it."""
 LARGEST = 512 * MIB
-"""Bytes of the largest file that is read, and of what a gzip file may hold."""
+"""Maximum bytes of a file, and of the contents of a gzip file."""
 _MOST = 1e300
-"""No limit is larger."""
+"""Maximum magnitude of the memory limit."""
 _FAR = 2**62
-"""Moments must be nearer to zero than this, to fit into 64 bits."""
+"""Moments must be smaller than this in magnitude, to fit into 64 bits."""
 _KINDS: dict[type, str] = {dict: "an object", list: "a list"}
 
 
 def read_iopddl(path: str | Path) -> Problem:
-    """Read an instance; a name that ends in ``.gz`` is decompressed.
+    """Read an instance; a file whose name ends in ``.gz`` is decompressed.
 
     Args:
         path: the file.
@@ -52,9 +52,9 @@ def read_iopddl(path: str | Path) -> Problem:
         The problem; nodes are named n0, n1, ...  Equal tables are one array.
 
     Raises:
-        OSError: when the file can't be read, is no regular file or is larger than ``LARGEST``.
-        ValueError: when it holds no well-formed instance; one line that names the file, the node or
-            edge, what was there and what was expected.
+        OSError: if the file can't be read, is no regular file or is larger than ``LARGEST``.
+        ValueError: if it does not hold a well-formed instance; the message, one line, names the
+            file, the node or edge, the value and what was expected.
     """
     file = Path(path)
     raw = read_bytes(file, LARGEST)
@@ -69,14 +69,14 @@ def read_iopddl(path: str | Path) -> Problem:
 
 
 def write_iopddl(problem: Problem, path: str | Path) -> None:
-    """Write an instance; names and levels have no place in the form and are left out.
+    """Write an instance; the form has no names or levels, so they are omitted.
 
     Args:
         problem: the problem.
-        path: the file; a name that ends in ``.gz`` is compressed.
+        path: the file; if its name ends in ``.gz``, it is compressed.
 
     Raises:
-        OSError: when the file can't be written.
+        OSError: if the file can't be written.
     """
     text = _Writer()
     costs = [text.of(cost) for cost in problem.cost_s]
@@ -110,14 +110,14 @@ def write_iopddl(problem: Problem, path: str | Path) -> None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Body:
-    """JSON with its innermost lists kept apart; ``lists[k]`` stands where mark k does."""
+    """JSON with its innermost lists stored separately; mark k stands for ``lists[k]``."""
 
     json: Any
     lists: Sequence[Any]
     arrays: dict[Any, Array] = dataclasses.field(default_factory=dict)
 
     def list(self, value: Any) -> Any:
-        """A list that may have been cut out; anything else as it is."""
+        """The list that a mark stands for; any other value unchanged."""
         marked = type(value) is str and value.startswith(_MARK)
         return self.lists[int(value[1:])] if marked else value
 
@@ -131,7 +131,7 @@ class _Body:
         return member
 
     def numbers(self, value: Any, where: str, what: str, shape: tuple[int, ...] = (-1,)) -> Array:
-        """An array of a shape, one object for one text; ``(-1,)`` takes what comes, if any."""
+        """An array of a shape, one object per distinct text; ``(-1,)`` allows any length."""
         key = (value, shape) if type(value) is str else None
         if key in self.arrays:
             return self.arrays[key]
@@ -151,7 +151,7 @@ class _Body:
 
 
 def _parsed(raw: bytes) -> _Body:
-    """Parse an instance, its distinct innermost lists once each."""
+    """Parse an instance; each distinct innermost list is parsed once."""
     seen: dict[bytes, int] = {}
     pieces: list[bytes] = []
     for piece in raw.split(b"]"):
@@ -218,7 +218,7 @@ def _interval(interval: Any, node: int) -> tuple[int, int]:
 
 
 def _edges(body: _Body, links: Any, costs: list[Array]) -> tuple[Edge, ...]:
-    """The edges; what an edge of one node costs is added to ``costs``, in place."""
+    """The edges; the costs of an edge with one node are added to ``costs`` in place."""
     ends, tables = (body.under(links, key, list) for key in ("nodes", "costs"))
     if len(ends) != len(tables):
         raise ValueError(
@@ -244,7 +244,7 @@ def _edges(body: _Body, links: Any, costs: list[Array]) -> tuple[Edge, ...]:
 
 
 def _got(value: Any) -> str:
-    """What was found, short enough for one line."""
+    """A value in words, short enough for one line."""
     if type(value) is dict:
         return "an object with " + (", ".join(map(repr, list(value)[:8])) or "nothing in it")
     if type(value) is list and any(type(item) in (str, list, dict) for item in value):
@@ -254,13 +254,13 @@ def _got(value: Any) -> str:
 
 
 class _Writer:
-    """The text of arrays, made once for each object."""
+    """Writes arrays as text, once per object."""
 
     def __init__(self) -> None:
         self.known: dict[int, tuple[Array, str]] = {}
 
     def of(self, values: Array) -> str:
-        """A flat list of an array's numbers."""
+        """The numbers of an array as a flat list."""
         entry = self.known.get(id(values))
         if entry is None:
             text = json.dumps([_number(value) for value in values.ravel().tolist()])
@@ -269,11 +269,11 @@ class _Writer:
 
 
 def _number(value: float) -> float:
-    """A float as the form holds it: forbidden becomes 1e18, whole numbers become integers."""
+    """A float in the form's notation: forbidden becomes 1e18, whole numbers become integers."""
     value = min(float(value), FORBIDDEN)
     return int(value) if value.is_integer() else value
 
 
 def _rows(rows: Sequence[str]) -> str:
-    """A list of texts as one list."""
+    """Several texts as one JSON list."""
     return f"[{', '.join(rows)}]"

@@ -1,4 +1,4 @@
-"""Buffers: bytes that a device holds for a while, under one decision."""
+"""Buffers: bytes that a device holds for some time, under one decision."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ class Memory(StrEnum):
 
 
 class Port(StrEnum):
-    """Which of a group's shardings lays a buffer out."""
+    """The sharding of its group that lays out a buffer."""
 
     USE = "use"
     STORE = "store"
     GATHERED = "gathered"
-    """That of use, and only where it is another than that of the store: a copy made for use."""
+    """The sharding of use, only if it differs from that of the store: a copy made for use."""
     COPY = "copy"
-    """That of use, and only where it is not split over all devices: a copy that is gathered. Of
-    values that are written nowhere else."""
+    """The sharding of use, only if it does not split the value over all devices: a gathered copy of
+    a value that is not written otherwise."""
 
 
 class When(NamedTuple):
-    """A condition: the option that a group takes of a decision besides its sharding
+    """A condition: the group takes this option of a decision other than its sharding
     (``planner.space.decisions``)."""
 
     decision: str
@@ -38,10 +38,10 @@ class When(NamedTuple):
 
 
 class Tiled(NamedTuple):
-    """An array that lies in tiles: shards that do not fill theirs take as much as if they did.
+    """An array stored in tiles: a shard that does not fill its tiles takes as much as if it did.
 
-    ``shape`` is that of the whole array; ``tile``: rows and lanes; ``lying``: the dimensions that
-    may lie along the lanes, empty where any may.
+    ``shape`` is the shape of the whole array; ``tile``: rows and lanes; ``lying``: the dimensions
+    that may lie along the lanes, empty if any may.
     """
 
     shape: tuple[int, ...]
@@ -51,18 +51,18 @@ class Tiled(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Bytes that a device holds for a while.
+    """Bytes that a device holds for some time.
 
     Attributes:
-        group: the decision that they follow from.
-        start, end: the moments [start, end) at which they are there.
-        nbytes: those of the elements of the whole array.
+        group: the decision that determines its sharding.
+        start, end: the moments [start, end) at which it is in memory.
+        nbytes: bytes of the elements of the whole array.
         layout: the factor of each dimension.
-        port: which sharding of the group cuts them.
-        when: only under this option; None: always.
-        pool: the memory that they take room in.
-        value: the value, -1 where one buffer stands for those of several.
-        tiled: how it lies in memory, where that takes more than its elements do.
+        port: the sharding of the group that splits it.
+        when: the option under which it exists; None: always.
+        pool: the memory that it occupies.
+        value: the value, -1 if the buffer stands for several values.
+        tiled: its tiles, if these may take more bytes than its elements.
     """
 
     group: int
@@ -77,10 +77,10 @@ class Buffer:
     tiled: Tiled | None = None
 
     def at(self, moment: int) -> bool:
-        """Whether it is there at a moment."""
+        """Whether it is in memory at a moment."""
         return self.start <= moment < self.end
 
 
 def in_pool(buffers: Iterable[Buffer], pool: Memory = Memory.DEVICE) -> tuple[Buffer, ...]:
-    """The buffers that take room in a pool of memory."""
+    """The buffers in a pool of memory."""
     return tuple([b for b in buffers if b.pool is pool])

@@ -1,4 +1,4 @@
-"""Which sums may stay parts on every device, which become shards behind them."""
+"""Sums that may stay partial on every device and become shards afterwards."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from planner.graph.labels.roles import sums_gradient
 from planner.rules.factor import FactorRule
 
 STEPS = 8
-"""Operations between a gradient per example and the sum over the examples."""
+"""Maximum number of operations between a gradient per example and the sum over the examples."""
 
 
 def _of_each(graph: Graph, rules: Sequence[FactorRule], sum_: Op) -> bool:
     """Whether a sum adds up products of pairs of matrices, one per example or task, scaled or not:
-    what it adds up along is what the pairs are numbered by."""
+    the dimensions that it sums over are those that number the pairs."""
     value, rule = sum_.inputs[0], rules[sum_.index]
     left = {f for dim in rule.results[0] for f in dim}
     along = {d for d, dim in enumerate(rule.operands[0]) if dim and not left.intersection(dim)}
@@ -42,8 +42,8 @@ def _of_each(graph: Graph, rules: Sequence[FactorRule], sum_: Op) -> bool:
 
 
 def sums_of_each(graph: Graph, rules: Sequence[FactorRule]) -> set[int]:
-    """Sums that make the gradient of a matrix from one per example, or per task. They may stay
-    parts, which become shards, and compilers fuse what scales the addends into them."""
+    """Sums that compute the gradient of a matrix from one gradient per example or task. They may
+    stay partial and become shards, and compilers fuse the scaling of the addends into them."""
     shapes = {
         v.shape
         for v in map(graph.values.__getitem__, graph.state)
@@ -60,8 +60,8 @@ def sums_of_each(graph: Graph, rules: Sequence[FactorRule]) -> set[int]:
 
 
 def sums_of_groups(graph: Graph) -> set[int]:
-    """Sums that may stay parts, which become shards where a mark alone reads them: of gradients,
-    and of what a loop leaves (of groups of examples, ``planner.microbatch.rewrite``)."""
+    """Sums that may stay partial and become shards, because only marks read them: sums of gradients
+    and of results of loops (over groups of examples, ``planner.microbatch.rewrite``)."""
     sums = {
         op.outputs[0]
         for op in graph.ops

@@ -1,4 +1,4 @@
-"""What operations without a sharding rule hold whole on every device."""
+"""Operations without a sharding rule, whose operands and results are whole on every device."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Whole:
     Attributes:
         kind: the primitive.
         source: the line, or ``""``.
-        count: how many there are.
-        nbytes: bytes of the operands and results of one of them, all on every device.
+        count: the number of operations.
+        nbytes: bytes of the operands and results of one operation, all on every device.
     """
 
     kind: str
@@ -39,7 +39,7 @@ def held_whole(graph: Graph, rules: Sequence[FactorRule]) -> tuple[Whole, ...]:
         rules: one per operation.
 
     Returns:
-        In program order.
+        The operations, in program order.
     """
     live = graph.live_ops()
     seen: dict[tuple[str, str, int], int] = {}

@@ -1,10 +1,10 @@
-"""Group x mesh -> the legal strategies: which factor each mesh axis splits.
+"""The legal strategies of a group on a mesh: the factor that each mesh axis splits.
 
 A strategy of a group is a row of an integer matrix [strategies, mesh axes]: the factor
-that the axis splits, or -1 where every device along the axis does the same. Groups of
-kind ``input`` have two matrices: how the value is stored between steps and how it is
-handed to operations; the store may split axes that the use does not (an all-gather at
-use, ZeRO-3 / FSDP), never the other way round.
+that the axis splits, or -1 if all devices along the axis do the same. Groups of kind
+``input`` have two matrices: the sharding of the value between steps (store), and the one
+in which operations read it (use). An axis may split the store but not the use (an
+all-gather at use, ZeRO-3 / FSDP), never the other way round.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from planner.space.groups import Group
 IntArray = NDArray[np.int64]
 
 Decisions = tuple[tuple[str, int], ...]
-"""Decisions of a group besides its sharding: name and number of options of each."""
+"""Decisions of a group other than its sharding: name and number of options of each."""
 
 MAX_STRATEGIES = 260
-"""Above this many, the factors of least size are no longer offered to the group."""
+"""The smallest factors of a group are dropped while it has more than twice this many options."""
 
 
 @dataclass(frozen=True, eq=False)
 class StrategySet:
     """``use`` and ``store`` are [S, n] factor indices or -1; identical unless kind is input.
 
-    ``options`` [S, D]: what is taken of each of the ``decisions`` that the group has besides.
+    ``options`` [S, D]: the option that each strategy takes of each of the other ``decisions``.
     """
 
     use: IntArray
@@ -45,18 +45,18 @@ class StrategySet:
         return int(self.use.shape[0])
 
     def take(self, rows: NDArray[np.bool_] | slice) -> StrategySet:
-        """Some of the strategies."""
+        """The strategies of some rows."""
         return StrategySet(self.use[rows], self.store[rows], self.options[rows], self.decisions)
 
     def option(self, decision: str) -> IntArray:
-        """[S] what is taken of a decision; the first option where the group has no choice."""
+        """[S] the option that each strategy takes; the first if the group has no such decision."""
         if decision not in self.decisions:
             return np.zeros(self.count, np.int64)
         column: IntArray = self.options[:, self.decisions.index(decision)]
         return column
 
     def times(self, decision: str, count: int) -> StrategySet:
-        """Every strategy with each of ``count`` options of a decision, the first option first."""
+        """Combine every strategy with ``count`` options of a decision, the first option first."""
         use, store, options = (
             np.concatenate([x] * count) for x in (self.use, self.store, self.options)
         )
@@ -68,8 +68,8 @@ class StrategySet:
 def usable_factors(
     sizes: tuple[int, ...], shardable: tuple[bool, ...], mesh: tuple[int, ...], kind: str
 ) -> tuple[int, ...]:
-    """The factors that strategies may split, the smallest left out where that makes too many.
-    Mesh axes of one device split nothing."""
+    """The factors that strategies may split, without the smallest if there would be too many
+    strategies. Mesh axes of one device split nothing."""
     axes = [n for n in mesh if n > 1]
     usable = [f for f, ok in enumerate(shardable) if ok and any(sizes[f] % n == 0 for n in axes)]
     usable.sort(key=lambda f: (-sizes[f], f))
@@ -79,7 +79,7 @@ def usable_factors(
 
 
 def _options(usable: Sequence[int], kind: str) -> tuple[IntArray, IntArray]:
-    """What one mesh axis may do: the factor it splits in the store, and in use."""
+    """The options of one mesh axis: the factor that it splits in the store, and in use."""
     store, use = [-1, *usable], [-1, *usable]
     if kind == "input":
         store, use = [*store, *usable], [*use, *[-1] * len(usable)]
@@ -87,15 +87,15 @@ def _options(usable: Sequence[int], kind: str) -> tuple[IntArray, IntArray]:
 
 
 def _combined(usable: Sequence[int], split: Sequence[bool], kind: str) -> StrategySet:
-    """Every combination of the options of the axes that may split something; row 0 is
-    "replicated"."""
+    """All combinations of the options of the mesh axes; ``split``: per axis, whether it may split
+    something. Row 0 is "replicated"."""
     store, use = _options(usable, kind)
     rows = np.indices([len(store) if ok else 1 for ok in split]).reshape(len(split), -1).T
     return StrategySet(use[rows], store[rows], np.zeros((len(rows), 0), np.int64))
 
 
 def _dividing(store: IntArray, sizes: tuple[int, ...], meshes: IntArray) -> NDArray[np.bool_]:
-    """[meshes, strategies] whether the axes' sizes divide what they split; meshes [M, n]."""
+    """[meshes, strategies] whether the axes' sizes divide the factors they split; meshes [M, n]."""
     good = np.ones((len(meshes), len(store)), bool)
     for f in np.unique(store[store >= 0]):
         parts = np.ones(good.shape, np.int64)
@@ -115,7 +115,7 @@ def enumerate_strategies(
 ) -> StrategySet:
     """All strategies of a group with these factors; row 0 is always "replicated".
 
-    ``decisions``: name and number of options of what else is chosen for the group.
+    ``decisions``: name and number of options of the group's other decisions.
 
     Complexity: (factors + 1) ** axes, capped by ``MAX_STRATEGIES``.
     """
@@ -140,11 +140,11 @@ def joint_strategies(
     kind: str,
     decisions: Decisions = (),
 ) -> tuple[StrategySet, NDArray[np.bool_]]:
-    """The strategies that any of some meshes (of one number of axes) has.
+    """The strategies that at least one of several meshes (with equal numbers of axes) has.
 
     Returns:
-        The strategies, "replicated" first, and [meshes, strategies] which mesh has which: those
-        of ``enumerate_strategies``, in its order.
+        The strategies, "replicated" first, and [meshes, strategies] whether a mesh has a strategy.
+        Each mesh has those of ``enumerate_strategies``, in the same order.
     """
     if decisions:
         *others, (name, count) = decisions
@@ -154,7 +154,7 @@ def joint_strategies(
     split = [tuple(n > 1 for n in mesh) for mesh in meshes]
     sets = [_combined(*one, kind) for one in dict.fromkeys(zip(usable, split, strict=True))]
     count = len(sizes)
-    # in the order of _options: not split, split in store and use, split in the store only
+    # in the order of _options: not split, split in store and use, split only in the store
     rows = [np.where(s.use == s.store, s.store, s.store + count) for s in sets]
     option = np.unique(np.concatenate(rows), axis=0)
     store = np.where(option >= count, option - count, option)

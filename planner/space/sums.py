@@ -1,9 +1,9 @@
 """Partial sums that are added up before they are reduced.
 
-``dq @ Wq + dk @ Wk + dv @ Wv`` with each product split along its sum needs one reduction: each
-device adds its three parts, and the parts of the total are reduced. XLA does so on GPU and TPU (its
-passes all-reduce and reduce-scatter reassociation) wherever the addends are reduced alike and
-nothing else is done to their layout. So each addend is priced at its share of one reduction.
+``dq @ Wq + dk @ Wk + dv @ Wv`` with each product split along its contraction needs one reduction:
+each device adds its three partial sums, and the partial totals are reduced. XLA does so on GPU and
+TPU (its passes all-reduce and reduce-scatter reassociation) if all addends have the same reduction
+and no other change of layout. So each addend is priced at its share of one reduction.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from planner.space.groups import GroupLink
 ADDITIONS = frozenset({"add", "add_any"})
 TABLES = frozenset({"scatter-add"})
 TURNS = frozenset({"transpose", "reshape"})
-"""Operations that a reduction can be put off behind, besides additions."""
+"""Operations, besides additions, that a reduction can be postponed after."""
 
 
 def with_joined_sums(
     graph: Graph, links: Sequence[GroupLink], live: Sequence[bool], tables: bool = False
 ) -> tuple[GroupLink, ...]:
-    """The links, those of one sum marked as such, each with its share of one reduction.
+    """The links; those of one sum get its index and their share of one reduction.
 
-    A sum consists of results of products that only additions with each other read, directly or
-    transposed, and that flow into one group the same number of times. ``tables``: gradients of
-    lookups likewise; XLA:TPU reduces these by themselves. Linear in operations.
+    The addends of a sum are results of products that only additions with each other read, directly
+    or transposed, and that flow into the same group the same number of times. ``tables``: gradients
+    of lookups count, too; XLA:TPU reduces these separately. Linear in operations.
     """
     kinds = PRODUCTS | TABLES if tables else PRODUCTS
     partial = {
@@ -55,7 +55,7 @@ def with_joined_sums(
         if (op.kind in ADDITIONS and alike) or op.kind in TURNS:
             addends[op.outputs[0]] = members
     last: dict[int, tuple[int, ...]] = {}
-    for members in addends.values():  # a later addition holds the addends of those before it
+    for members in addends.values():  # a later addition includes the addends of earlier ones
         last.update(dict.fromkeys(members, members))
     out = list(links)
     for number, members in enumerate(dict.fromkeys(last.values())):

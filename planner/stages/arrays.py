@@ -1,4 +1,4 @@
-"""Arrays with a dimension of stages: rows that go to the next stage, rows by number."""
+"""Arrays with a stage dimension: moves rows between stages, reads and replaces rows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ mlir.register_lowering(_shift, mlir.lower_fun(_moved, multiple_results=False))
 
 
 def shift(x: jax.Array, by: int) -> jax.Array:
-    """[stages, ...]: row k becomes row k + ``by``; zeros come in.
+    """[stages, ...]: row k becomes row k + ``by``; zeros fill the rows without a source.
 
     >>> shift(jnp.arange(1.0, 4.0), 1).tolist()
     [0.0, 1.0, 2.0]
@@ -35,7 +35,7 @@ def shift(x: jax.Array, by: int) -> jax.Array:
 
 
 def by_stage(x: Any) -> Any:
-    """[stages, ...] with a row on each stage's devices; the rest is left to the planner."""
+    """[stages, ...] with each row on its stage's devices; the planner shards the rest."""
     return shard(x, STAGE, *(FREE for _ in x.shape[1:]))
 
 

@@ -1,4 +1,4 @@
-"""The loop over microbatches of a step, taken apart."""
+"""Analyzes the loop over microbatches of a step."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from planner.stages.errors import refused
 
 @dataclass(frozen=True, eq=False)
 class Body:
-    """One turn.
+    """One iteration.
 
     Attributes:
         call: the loop.
         loop: its structure.
         flat: its body.
-        rows: what it goes over, by number.
-        summed: per carry, the value (or literal) that a turn adds to it, or several: the parts
-            of its first dimension, in order.
-        stacked: what it stacks.
-        batch: values that depend on what it goes over.
-        sums: per carry, the calls of the loop that are not in ``flat``: the addition, and what
-            joins or converts the parts in front of it.
+        rows: the numbers of the values that it scans over.
+        summed: per carry, the value (or literal) that an iteration adds to it, or several: the
+            parts of its first dimension, in order.
+        stacked: the values that it stacks.
+        batch: values that depend on ``rows``.
+        sums: per carry, the calls of the loop that are not in ``flat``: the addition, and the calls
+            that join or convert the parts before it.
     """
 
     call: Call
@@ -48,8 +48,8 @@ class Body:
 
 
 def body_at(flat: FlatJaxpr, parts: int) -> int:
-    """Where the loop over microbatches stands: of the scans of that length the one that does
-    most."""
+    """The index of the loop over microbatches: of the scans with ``parts`` iterations, the one with
+    the most calls."""
     loops = [
         at for at, c in enumerate(flat.calls) if c.kind == "scan" and loop_of(c.eqn).trips == parts
     ]
@@ -59,10 +59,10 @@ def body_at(flat: FlatJaxpr, parts: int) -> int:
 
 
 def body_of(call: Call) -> Body:
-    """Take a loop over microbatches apart.
+    """Analyze a loop over microbatches.
 
     Raises:
-        NoStagesError: a turn does more than to add to its carries.
+        NoStagesError: an iteration does more than add to its carries.
     """
     flat = flatten(call.eqn.params["jaxpr"]).live()
     loop = loop_of(call.eqn)
@@ -72,7 +72,7 @@ def body_of(call: Call) -> Body:
     sums: list[tuple[Call, ...]] = []
     makers = {v: c for c in flat.calls for v in c.outs}
     summed, adds, fresh = [], set(), flat.values
-    apart: dict[int, list[Call]] = {}  # behind a conversion, those of its operand's parts
+    apart: dict[int, list[Call]] = {}  # per conversion, the conversions of its operand's parts
     for carry, out in zip(carries, flat.outputs, strict=False):
         add = makers.get(out) if isinstance(out, int) else None
         if add is None or add.kind != "add" or carry not in add.ins:
@@ -124,13 +124,13 @@ def body_of(call: Call) -> Body:
 
 
 def _joins(call: Call) -> bool:
-    """Whether it joins its operands along their first dimension."""
+    """Whether a call joins its operands along their first dimension."""
     return call.kind == "concatenate" and not call.eqn.params["dimension"]
 
 
 def _each(wider: Call, joined: Call, fresh: int) -> list[Call]:
-    """The conversion of what ``joined`` joins, of each operand; their results are numbered from
-    ``fresh`` on."""
+    """The conversion ``wider``, applied to each operand that ``joined`` joins; the results are
+    numbered from ``fresh`` on."""
     (whole,), dtype = wider.eqn.outvars, wider.eqn.params["new_dtype"]
 
     def run(values: Sequence[Any]) -> list[Any]:
@@ -147,7 +147,7 @@ def _each(wider: Call, joined: Call, fresh: int) -> list[Call]:
 
 
 def depends(calls: Sequence[Call], on: Sequence[int]) -> frozenset[int]:
-    """Some values, and all that calls make of them."""
+    """The values ``on``, and all values that calls compute from them."""
     out = set(on)
     for c in calls:
         if any(isinstance(v, int) and v in out for v in c.ins):
@@ -156,7 +156,7 @@ def depends(calls: Sequence[Call], on: Sequence[int]) -> frozenset[int]:
 
 
 def closure(calls: Sequence[Call], wanted: Sequence[int]) -> list[Call]:
-    """The calls that make some values, in order."""
+    """The calls that some values need, in order."""
     need, makers = set(wanted), []
     for c in reversed(calls):
         if need.intersection(c.outs):

@@ -6,9 +6,9 @@ from planner.errors import RequestError
 
 
 class NoStagesError(RequestError):
-    """The step has no pipeline of that many equal stages; says where and what would help."""
+    """The step can't be cut into the requested stages; says where and what would help."""
 
 
 def refused(why: str) -> NoStagesError:
-    """The error with the words around it."""
+    """The error for a reason."""
     return NoStagesError(f"this step can't be cut into stages: {why}")

@@ -1,4 +1,7 @@
-"""What of a microbatch is no stage's: in front of the stages, behind the last, behind the first."""
+"""The parts of a microbatch outside its stages: before the first, after the last, and at the end.
+
+The end follows the first stage's backward pass.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,13 @@ from planner.stages.errors import refused
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """The calls of a body beside its chain.
+    """The calls of a body outside its chain.
 
     Attributes:
-        base: of the batch and parameters alone.
+        base: those that depend on the batch and parameters alone.
         middle: between the last stage's forward pass and its backward pass.
-        tail: behind the first stage's backward pass.
-        soon, late: the sums that base and middle make, and those that tail makes.
+        tail: after the first stage's backward pass.
+        soon, late: the sums that base and middle compute, and those that tail computes.
     """
 
     base: tuple[Call, ...]
@@ -33,7 +36,7 @@ def parts_of(body: Body, chain: Chain) -> Parts:
     """Sort the calls that belong to no stage.
 
     Raises:
-        NoStagesError: one reads what is not there when it runs; names its line.
+        NoStagesError: a call reads a value that does not exist when it runs; names its line.
     """
     flat = body.flat
     inside = [c for at, c in enumerate(flat.calls) if at in chain.members]

@@ -1,4 +1,4 @@
-"""The step with its layers in pipeline stages."""
+"""Rewrites a step with its layers in pipeline stages."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from planner.stages.passed import passed_along
 from planner.stages.ticks import Pipeline
 
 UNEQUAL = 'With schedule="1f1b" each stage is a program of its own, and need not be equal to others'
-"""What helps where one program for all stages can't be made."""
+"""Hint if the stages can't share one program."""
 
 
 def staged(
     function: Callable[..., Any], traced: Traced, args: Sequence[Any], parts: int, count: int
 ) -> tuple[Callable[..., Any], tuple[str, ...]]:
-    """A step that computes what ``function`` does, its layers in stages.
+    """A step that computes the same as ``function``, with its layers in stages.
 
     Args:
         function: a step in microbatches, made for this (``microbatched(..., apart=True)``).
-        traced: what it is for ``args``.
+        traced: its trace for ``args``.
         args: its arguments, or ShapeDtypeStructs.
-        parts: microbatches, two or more.
-        count: stages.
+        parts: number of microbatches, two or more.
+        count: number of stages.
 
     Returns:
-        A function of the same arguments (those of other shapes are rewritten anew), and a line that
-        says what the stages are; none where ``count`` is 1.
+        A function of the same arguments, which is rewritten again for other shapes, and a line that
+        describes the stages; no line if ``count`` is 1.
 
     Raises:
-        NoStagesError: it has no chain of that many equal stages.
+        NoStagesError: the step has no chain of ``count`` equal stages.
     """
     if count == 1:
         return function, ()
@@ -74,7 +74,7 @@ def staged(
 
 
 def _chain(body: Body, count: int) -> Chain:
-    """The chain of a loop's body: a scan, or else written-out layers."""
+    """The chain of a loop's body: from a scan, or else from written-out layers."""
     first: NoStagesError | None = None
     for find in (scan_chain, group_chain):
         try:
@@ -88,7 +88,7 @@ def _chain(body: Body, count: int) -> Chain:
 
 
 def with_call(flat: FlatJaxpr, at: int, run: Run, traced: Traced) -> Callable[..., Any]:
-    """The step with another way to compute one of its calls."""
+    """The step, with ``run`` computing one of its calls."""
     calls = list(flat.calls)
     calls[at] = calls[at].running(run)
     program = dataclasses.replace(flat, calls=tuple(calls))

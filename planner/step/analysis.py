@@ -1,4 +1,4 @@
-"""Everything about a traced step that no mesh changes: work, reductions, buffers."""
+"""Everything about a traced step that does not depend on the mesh: work, reductions, buffers."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ from planner.step.memory.materialized import written
 from planner.step.memory.updates import gradients_in_updates
 
 PACKING = 1.05
-"""Bytes that temporaries take over those alive at the peak. A compiler gives every buffer one place
-for all its life, so gaps stay; docs/explanation/memory.md says what is known."""
+"""Ratio of the bytes that temporaries take to those alive at the peak. A compiler gives every
+buffer one address for its lifetime, so gaps remain; docs/explanation/memory.md has the details."""
 
 TPU_RESERVE = 1.10
-"""The same as the search counts it on TPU: a reserve for what predictions miss."""
+"""The same ratio in the search for TPU: includes a reserve for what predictions miss."""
 
 
 @dataclass(frozen=True)
 class Scheduled:
-    """What the buffers of a known plan follow from, besides the graph and its groups.
+    """The facts, besides the graph and its groups, that determine the buffers of a known plan.
 
-    ``donated``: per input, whether results may take its memory; ``device``: whose compiler is
-    thought of, None: none in particular; ``inside``: per value, whether it never leaves a
-    hand-written kernel; ``chosen``: by decision, the values that have a choice.
+    ``donated``: per input, whether results may take its memory; ``device``: the device whose
+    compiler is modeled, None: no particular one; ``inside``: per value, whether it never leaves a
+    hand-written kernel; ``chosen``: per decision, the values that have a choice.
     """
 
     donated: tuple[bool, ...]
@@ -62,7 +62,7 @@ class Scheduled:
 
     @property
     def puts_off(self) -> bool:
-        """Whether what only the update needs comes last (XLA:TPU keeps to the order of the
+        """Whether operations that only the update needs come last (XLA:TPU follows the order of the
         trace)."""
         return not self.fused_operands
 
@@ -79,7 +79,7 @@ class Scheduled:
 
     @property
     def room(self) -> float:
-        """Bytes of temporaries that the search makes room for, over those alive."""
+        """Ratio of the bytes that the search allots to temporaries to those alive."""
         return TPU_RESERVE if self.fused_operands else PACKING
 
     def buffers(
@@ -96,9 +96,10 @@ class Scheduled:
         Args:
             graph: the step.
             groups: its groups.
-            moves: see ``find_buffers``; so is ``inside``.
-            inside: gradients that are nowhere written.
-            late: whether a compiler that does so puts off what only the update needs.
+            moves: see ``find_buffers``.
+            inside: gradients that are not written; see ``find_buffers``.
+            late: whether operations that only the update needs come last, if the compiler does so
+                (``puts_off``).
         """
         live = graph.live_ops()
         late = late and self.puts_off
@@ -129,15 +130,15 @@ class Analysis:
     facts: tuple[Facts, ...]
     """Per group."""
     buffers: tuple[Buffer, ...]
-    """Those when operations run in the order of the trace; moments are operation indices."""
+    """The buffers if operations run in the order of the trace; moments are operation indices."""
     reads: tuple[tuple[int, ...], ...]
     """Per value that is written, the operations that read it."""
     scheduled: Scheduled
     scalar_bytes: float
     counts: tuple[int, ...]
-    """Equal groups that each group stands for: 1, but for a quotient (see ``quotient``)."""
+    """Per group, the number of equal groups that it stands for: 1 except in a ``quotient``."""
     bundles: tuple[int, ...]
-    """Per link, its edge: parallel links make one. Numbered in order of first appearance."""
+    """Per link, its edge, numbered in order of first appearance; parallel links share an edge."""
     parts: tuple[tuple[Work, ...], ...] = ()
     """Per operation of the step, its part of its group's work."""
 
@@ -145,7 +146,7 @@ class Analysis:
 def empty_workload(
     graph: Graph, rules: Sequence[FactorRule], groups: Groups, device: Device | None
 ) -> Workload:
-    """A workload of a step that holds no operation yet."""
+    """A workload for a step, still without operations."""
     live = graph.live_ops()
     fused = find_fused(graph, rules)
     if device is None or not device.fuses_operands:
@@ -172,7 +173,7 @@ def empty_workload(
 
 
 def does_nothing(op: Op) -> bool:
-    """Whether an operation only names a value again: borders of regions, and marks."""
+    """Whether an operation only renames a value: a border of a region, or a mark."""
     return op.kind.startswith(("loop_", "branch_")) or op.kind in PASSES
 
 
@@ -186,8 +187,8 @@ def analyse(
 ) -> Analysis:
     """Work, reductions and memory of every group, before any mesh is chosen.
 
-    ``device``: what the compiler for it does to memory; None: nothing in particular.
-    ``chosen``: by decision, the values that have a choice (``groups`` knows, too).
+    ``device``: the device whose compiler is modeled; None: no particular one.
+    ``chosen``: per decision, the values that have a choice (also recorded in ``groups``).
     """
     chosen = chosen or {}
     live = graph.live_ops()
@@ -249,7 +250,7 @@ def analyse(
 def _reductions(
     graph: Graph, groups: Groups, op: Op, ins: Sequence[Layout], outs: Sequence[Layout]
 ) -> Iterator[Reduction]:
-    """What an operation sends where a dimension that it shifts or reduces is split."""
+    """The collectives of an operation if a dimension that it shifts or reduces is split."""
     weight = graph.regions[op.region].weight
     if op.kind == SHIFT and outs[0][0] >= 0:
         (value,) = op.outputs
@@ -269,7 +270,7 @@ def _reductions(
 def _decided(
     graph: Graph, groups: Groups, live: Sequence[bool], chosen: Chosen
 ) -> list[tuple[tuple[str, Hashable], ...]]:
-    """Per group, what the seconds of its decisions follow from."""
+    """Per group, the facts that determine the seconds of its decisions."""
     out: list[list[tuple[str, Hashable]]] = [[] for _ in groups.groups]
     for name, decision in DECISIONS.items():
         values = chosen.get(name, frozenset())
@@ -296,8 +297,8 @@ def _bundles(links: Sequence[GroupLink]) -> tuple[int, ...]:
 def ideal_s(analysis: Analysis, model: CostModel, num_devices: int) -> float:
     """Seconds of a step whose work is split perfectly and that communicates nothing.
 
-    No strategy on any mesh of ``num_devices`` devices can cost less: it divides no count of a
-    kernel by more than that.
+    No strategy on any mesh of ``num_devices`` devices can cost less, because it divides every count
+    of a kernel by at most ``num_devices``.
     """
     tally: dict[Work, int] = {}
     for facts, count in zip(analysis.facts, analysis.counts, strict=True):

@@ -1,10 +1,10 @@
 """Checksums of the files of a checkpoint: written before it gets its name, compared on reading.
 
-`checksums.json` in a step's folder has the size and CRC-32 of every file: each process computes
-those of the files that it wrote. CRC-32 detects every flipped bit, and every burst of up to 32. It
-detects accidents; it is no signature.
+`checksums.json` in a step's folder has the size and CRC-32 of every file. Each process computes the
+checksums of the files that it wrote. CRC-32 detects every flipped bit, and every burst of up to 32
+bits. It detects accidents; it is not a signature.
 
-Two files of Orbax change in the commit itself. Their checksums are added right after it.
+Orbax changes two files in the commit itself. Their checksums are added right after it.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ NAME = "checksums.json"
 PART = "checksums-of-process-"
 FORMAT = "meshwright-checksums-1"
 LATE = ("_CHECKPOINT_METADATA", "commit_success.txt")
-"""Files that Orbax changes in the commit; a state is read without them."""
+"""Files that Orbax changes in the commit; they are not needed to read a state."""
 
 CHUNK_BYTES = 2**20
 THREADS = 4
 
 T = TypeVar("T")
 Sum = tuple[int, int]
-"""Bytes and CRC-32 of a file."""
+"""Size in bytes and CRC-32 of a file."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Checksums:
     """The checksums of a folder.
 
     Attributes:
-        folder: of the step.
-        files: path below the folder, with "/" -> bytes and CRC-32.
+        folder: the folder of the step.
+        files: path below the folder, with "/" -> size in bytes and CRC-32.
     """
 
     folder: File
@@ -65,7 +65,7 @@ class Checksums:
             raise CheckpointError(f"{self.folder}: {'; '.join(bad[:3])}{more}")
 
     def _damage(self, name: str) -> str:
-        """What is wrong with a file, in words; empty if nothing is."""
+        """The damage to a file, in words; empty if there is none."""
         size, crc = self.files[name]
         try:
             got = sum_of(self.folder / name)
@@ -79,7 +79,7 @@ class Checksums:
 
 
 def sum_of(file: File) -> Sum:
-    """Bytes and CRC-32 of a file; raises OSError."""
+    """Size in bytes and CRC-32 of a file; raises OSError."""
     if not stat.S_ISREG(os.stat(file).st_mode):  # a link to a device or a pipe has no end
         raise OSError(errno.EINVAL, "no regular file")
     size = crc = 0
@@ -100,13 +100,13 @@ def files_in(folder: File) -> list[str]:
 
 
 def write_part(state: File, process: int) -> None:
-    """Write the checksums of what one process wrote into the folder of a state."""
+    """Write the checksums of the files that one process wrote into the folder of a state."""
     names = [f"ocdbt.process_{process}/{x}" for x in files_in(state / f"ocdbt.process_{process}")]
     _write(state / f"{PART}{process}.json", _sums(state, names))
 
 
 def seal(folder: File) -> None:
-    """Write the checksums of a step that is written, but has not got its name."""
+    """Write the checksums of a step that is complete but does not have its final name yet."""
     sums: dict[str, Sum] = {}
     names = files_in(folder)
     for part in [x for x in names if File(x).name.startswith(PART)]:
@@ -120,7 +120,7 @@ def seal(folder: File) -> None:
 
 
 def add_late(folder: File) -> None:
-    """After the commit, add the files that it changed; a step that is gone by now is left alone."""
+    """After the commit, add checksums of the files that it changed; skips a step that is gone."""
     checksums = read_sums(folder)
     if checksums is not None:
         late = [name for name in LATE if (folder / name).is_file()]
@@ -141,7 +141,7 @@ def verified(folder: File) -> tuple[int, int, list[str]]:
     """Compare all files of a step with their checksums.
 
     Returns:
-        How many files were compared, their bytes, and the files that have no checksum.
+        The number of files compared, their size in bytes, and the files without a checksum.
 
     Raises:
         CheckpointError: there are no checksums, or files are missing or damaged.
@@ -167,7 +167,7 @@ def _mapped(function: Callable[[str], T], names: list[str]) -> list[T]:
 
 
 def _write(file: File, sums: Mapping[str, Sum]) -> None:
-    """Whole or not at all: one line of JSON, and its own CRC-32 in a second."""
+    """Write atomically: one line of JSON, and its CRC-32 on a second line."""
     body = json.dumps({"format": FORMAT, "files": {k: list(v) for k, v in sorted(sums.items())}})
     beside = file.with_name(f".{file.name}.{os.getpid()}")
     with beside.open("w", encoding="utf-8") as out:

@@ -1,7 +1,7 @@
-"""Compares the files of a state with their checksums before they are read, each once.
+"""Compares each file of a state with its checksum once, before the file is read.
 
 The files that describe a state are compared when it is opened. The data files of an array are
-compared before it is read: OCDBT's tree, in which Orbax writes, says which they are.
+compared before the array is read; the OCDBT tree that Orbax writes lists them.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _warned: set[str] = set()
 
 
 class ChecksumGuard:
-    """The checksums of the folder of a state.
+    """Compares the files in the folder of a state with their checksums.
 
     Args:
-        state: the folder; its step's folder has the checksums. Without them nothing is compared,
-            and the log says so once.
+        state: the folder of the state; the folder of the step has the checksums. Without them,
+            nothing is compared, and a warning is logged once.
 
     Raises:
         CheckpointError: the checksums or the files that describe the state are damaged.
@@ -46,7 +46,7 @@ class ChecksumGuard:
             self.check(x for x in inside if x not in self._data)
 
     def files_of(self, arrays: Iterable[str]) -> list[str]:
-        """The data files of arrays, by Orbax's names, that have checksums; sorted."""
+        """The data files of arrays (Orbax's names) that have checksums, sorted."""
         if self._sums is None:
             return []
         if self._of_arrays is None:
@@ -57,7 +57,7 @@ class ChecksumGuard:
         return sorted(files & self._sums.files.keys())
 
     def check(self, files: Iterable[str]) -> None:
-        """Compare files that were not compared yet; raises CheckpointError, naming them."""
+        """Compare files that were not compared yet; raises CheckpointError, which names them."""
         left = [x for x in files if x not in self._passed]
         if self._sums is not None and left:
             self._sums.check(left)
@@ -65,11 +65,11 @@ class ChecksumGuard:
 
 
 def data_files(state: File) -> dict[str, set[str]]:
-    """The files that hold an array's elements, by Orbax's name of the array; paths below the
-    folder. Small arrays lie in the tree itself and have none.
+    """The data files of each array, by Orbax's name of the array, as paths below the folder. Small
+    arrays are stored in the tree itself and have none.
 
     Raises:
-        CheckpointError: the tree can't be read, or refers to a file outside of the folder.
+        CheckpointError: the tree can't be read, or refers to a file outside the folder.
     """
     if not (state / "manifest.ocdbt").exists():
         return {}
@@ -89,13 +89,13 @@ def data_files(state: File) -> dict[str, set[str]]:
 
 
 def writer_of(file: str) -> int:
-    """The process that wrote a data file; 0 if its name does not say."""
+    """The process that wrote a data file; 0 if its name has no process number."""
     match = re.search(r"ocdbt\.process_([0-9]{1,9})/", file)
     return int(match[1]) if match else 0
 
 
 def _values(store: Any, node: str | None, prefix: bytes) -> Iterator[tuple[bytes, str]]:
-    """Keys and places of the values that lie in files, below a node of the tree."""
+    """Keys and locations of the values below a node of the tree that are stored in files."""
     if node is None:
         return
     for entry in ts.ocdbt.dump(store, node).result()["entries"]:
@@ -108,7 +108,7 @@ def _values(store: Any, node: str | None, prefix: bytes) -> Iterator[tuple[bytes
 
 
 def _warn(state: File) -> None:
-    """Once for a folder of checkpoints."""
+    """Warn that there are no checksums, once per folder of checkpoints."""
     run = str(state.parent.parent)
     if run not in _warned:
         _warned.add(run)

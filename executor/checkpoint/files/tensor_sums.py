@@ -1,7 +1,7 @@
 """Checksums in safetensors files: of each tensor and of the header, in the header's metadata.
 
-The header stands before the tensors. So zeros of the same length are written first, and replaced
-when the tensors are written. Programs that know nothing of it read the file as any other.
+The header precedes the tensors. So zeros of the same length are written first, and replaced once
+the tensors are written. Other programs ignore the checksums and read the file as usual.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from typing import Any
 from executor.checkpoint.common import CheckpointError
 
 TENSORS, HEADER = "meshwright.crc32.tensors", "meshwright.crc32"
-"""Keys of the metadata: CRC-32 of the tensors in the order of their data, and of length and header
-with zeros in this place; all as 8 hexadecimal digits."""
+"""Keys of the metadata: for the CRC-32 of the tensors in the order of their data, and for that of
+length and header, computed with zeros in its place; each has 8 hexadecimal digits."""
 
 CHUNK_BYTES = 4 * 2**20
 _ZEROS = "00000000"
 _MARK = f'"{HEADER}'.encode()
-"""Begins both keys: after one flipped bit one of them still says that there are checksums."""
+"""Prefix of both keys: after one flipped bit, one of them still shows that there are checksums."""
 
 
 def header_bytes(header: Mapping[str, Any], sums: Sequence[int] | None, count: int) -> bytes:
     """Length and header of a file, padded to a multiple of 8 bytes.
 
     Args:
-        header: with its ``__metadata__``.
-        sums: CRC-32 of the tensors; None while they are not known.
-        count: how many there are.
+        header: the header, with its ``__metadata__``.
+        sums: CRC-32 of the tensors; None while they are unknown.
+        count: number of tensors.
     """
     texts = [_ZEROS] * count if sums is None else [f"{crc:08x}" for crc in sums]
     metadata = header["__metadata__"] | {TENSORS: " ".join(texts), HEADER: _ZEROS}
@@ -42,7 +42,7 @@ def header_bytes(header: Mapping[str, Any], sums: Sequence[int] | None, count: i
 
 
 def sealed(tree: Mapping[str, Any], ending: bytes, multiple: int = 1) -> bytes:
-    """Compact JSON, padded by spaces."""
+    """Compact JSON, padded with spaces to a multiple of ``multiple`` bytes."""
     raw = json.dumps(tree, separators=(",", ":")).encode() + ending
     return raw + b" " * (-len(raw) % multiple)
 
@@ -67,7 +67,7 @@ def check_header(raw: bytes, metadata: Mapping[str, str], where: File) -> list[i
 
 
 def check_tensor(file: File, name: str, first: int, last: int, crc: int) -> None:
-    """Compare the bytes of a tensor with their CRC-32; raises CheckpointError, naming it."""
+    """Compare the bytes of a tensor with their CRC-32; raises CheckpointError, which names it."""
     got = 0
     try:
         with file.open("rb", buffering=0) as opened:
@@ -83,17 +83,17 @@ def check_tensor(file: File, name: str, first: int, last: int, crc: int) -> None
 
 
 def index_bytes(index: Mapping[str, Any]) -> bytes:
-    """The text of an index, with its own CRC-32 in its metadata."""
+    """The text of an index, with its CRC-32 in its metadata."""
     metadata = index["metadata"] | {TENSORS: "in each file", HEADER: _ZEROS}
     raw = sealed(dict(index) | {"metadata": metadata}, ending=b"\n")
     return raw.replace(_field(_ZEROS), _field(f"{zlib.crc32(raw):08x}"))
 
 
 def check_index(raw: bytes, index: Mapping[str, Any], where: File) -> bool:
-    """Compare an index with its CRC-32; whether it has one.
+    """Compare an index with its CRC-32; returns whether it has one.
 
     Raises:
-        CheckpointError: it differs.
+        CheckpointError: the CRC-32 differs.
     """
     if _MARK not in raw:
         return False
@@ -104,7 +104,7 @@ def check_index(raw: bytes, index: Mapping[str, Any], where: File) -> bool:
 
 
 def _holds(raw: bytes, crc: Any) -> bool:
-    """Whether bytes have the CRC-32 that their field says, with zeros in that field."""
+    """Whether the CRC-32 of the bytes, with zeros in its field, is ``crc``."""
     if not isinstance(crc, str) or not re.fullmatch(r"[0-9a-f]{8}", crc):
         return False
     field = _field(crc)

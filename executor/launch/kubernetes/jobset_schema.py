@@ -15,7 +15,7 @@ QUANTITIES: Json = {"type": "object", "additionalProperties": {"type": ["integer
 
 
 def object_schema(required: str, **properties: Json) -> Json:
-    """An object with these fields and no other; ``required`` names some, with spaces."""
+    """An object with only these fields; ``required`` names required ones, separated by spaces."""
     return {
         "type": "object",
         "required": required.split(),
@@ -25,12 +25,12 @@ def object_schema(required: str, **properties: Json) -> Json:
 
 
 def list_of(items: Json, least: int = 1) -> Json:
-    """A list of so many at least."""
+    """A list of at least ``least`` items."""
     return {"type": "array", "items": items, "minItems": least}
 
 
 def enum_of(*values: str) -> Json:
-    """One of these texts."""
+    """One of these strings."""
     return {"enum": list(values)}
 
 
@@ -64,7 +64,7 @@ CONTAINER = object_schema(
 )
 POD = object_schema(
     "restartPolicy containers",
-    restartPolicy=enum_of("Never"),  # a pod failure policy demands it
+    restartPolicy=enum_of("Never"),  # required by a pod failure policy
     terminationGracePeriodSeconds=COUNT,
     containers=list_of(CONTAINER),
 )

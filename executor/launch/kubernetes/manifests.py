@@ -1,4 +1,4 @@
-"""What the manifests for Kubernetes share: a check against a schema, YAML, and kubectl."""
+"""Functions that all manifests for Kubernetes use: a check against a schema, YAML, kubectl."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from planner.files import MIB, read_text
 
 Json = dict[str, Any]
 LARGEST = 16 * MIB
-"""Bytes of the largest schema that is read."""
+"""Maximum size of a schema file, in bytes."""
 DEEPEST = 200
 MOST_PARTS = 1_000_000
 MISSING = "--launcher k8s needs {} ({}); pip install 'meshwright[k8s]'"
@@ -26,11 +26,11 @@ class Kind:
     """A kind of manifest.
 
     Attributes:
-        name: of the kind.
-        version: of its API.
+        name: name of the kind.
+        version: version of its API.
         crd: the name of its CustomResourceDefinition in a cluster.
         schema: the part of its schema that is used here; fields that are not listed are refused.
-        needs: what a cluster has to have.
+        needs: what a cluster must have, for messages.
     """
 
     name: str
@@ -41,10 +41,11 @@ class Kind:
 
 
 def check_name(name: str, longest: str, limit: int) -> None:
-    """Whether Kubernetes takes a name, and the longest that is made of it, of at most ``limit``.
+    """Check that Kubernetes accepts a name, and that ``longest``, the longest name made from it,
+    has at most ``limit`` characters.
 
     Raises:
-        LaunchError: it does not.
+        LaunchError: the name is invalid or too long.
     """
     if not re.fullmatch("[a-z]([-a-z0-9]*[a-z0-9])?", name) or len(longest) > limit:
         raise LaunchError(
@@ -54,8 +55,8 @@ def check_name(name: str, longest: str, limit: int) -> None:
 
 
 def strict(schema: Mapping[str, Any]) -> Json:
-    """A schema with unknown fields forbidden wherever it lists some, and with Kubernetes' words
-    for "a number or a text" put into JSON Schema's. Raises ValueError for one that is too large.
+    """A schema that forbids unknown fields in objects that list their fields, with Kubernetes'
+    int-or-string as a type of JSON Schema. Raises ValueError if it is too large or has a $ref.
 
     >>> strict({"type": "object", "properties": {"a": {}}})["additionalProperties"]
     False
@@ -66,13 +67,13 @@ def strict(schema: Mapping[str, Any]) -> Json:
     def walk(part: Any) -> Any:
         nonlocal seen
         seen += 1
-        if seen > MOST_PARTS:  # aliases of YAML can stand for any number
+        if seen > MOST_PARTS:  # YAML aliases can expand to any number
             raise ValueError(f"the schema has more than {MOST_PARTS} parts")
         if isinstance(part, list):
             return [walk(item) for item in part]
         if not isinstance(part, dict):
             return part
-        if "$ref" in part:  # may name a file or an address; Kubernetes has none in a schema
+        if "$ref" in part:  # may refer to a file or an address; Kubernetes forbids it
             raise ValueError("the schema has a $ref, which Kubernetes does not allow")
         out = {key: walk(value) for key, value in part.items()}
         if out.get("x-kubernetes-int-or-string") is True:
@@ -103,16 +104,16 @@ def schema_of(crd: Any, source: str, kind: Kind) -> Json:
     if not isinstance(schema, dict) or not isinstance(schema.get("properties"), dict):
         raise LaunchError(f"{source}: {kind.version} has no object with properties as its schema")
     properties = dict(schema["properties"])
-    # Kubernetes itself knows what stands in metadata; a CRD says "object" only.
+    # Kubernetes itself defines the fields of metadata; a CRD only says "object".
     properties["metadata"] = kind.schema["properties"]["metadata"]
     return strict({**schema, "properties": properties})
 
 
 def check_manifest(document: Json, schema: Json, source: str) -> None:
-    """Whether a manifest fits a schema.
+    """Check a manifest against a schema.
 
     Raises:
-        LaunchError: it does not (says where), or jsonschema is not installed.
+        LaunchError: the manifest does not fit (says where), or jsonschema is not installed.
     """
     try:
         from jsonschema import Draft202012Validator
@@ -120,7 +121,7 @@ def check_manifest(document: Json, schema: Json, source: str) -> None:
         raise LaunchError(MISSING.format("jsonschema", error)) from error
     try:
         errors = list(Draft202012Validator(schema).iter_errors(document))
-    except Exception as error:  # a library's, of any kind, where the schema itself is damaged
+    except Exception as error:  # any error of the library, if the schema itself is invalid
         raise LaunchError(f"{source}: the schema can't be used: {_line(error)}") from error
     wrong = sorted(errors, key=lambda e: list(map(str, e.path)))
     if wrong:
@@ -129,7 +130,7 @@ def check_manifest(document: Json, schema: Json, source: str) -> None:
 
 
 def read_schema(path: Path | None, kind: Kind) -> tuple[Json, str]:
-    """The schema of a file, or the one that is built in; and what to call it.
+    """The schema of a file, or the built-in one, and its name for messages.
 
     Raises:
         LaunchError: the file can't be read, or is not of that kind.
@@ -148,7 +149,7 @@ def read_schema(path: Path | None, kind: Kind) -> tuple[Json, str]:
 
 
 def _loaded(yaml: Any, text: str) -> Any:
-    """A YAML document as plain data; raises YAMLError where brackets are nested too deeply, since
+    """A YAML document as plain data; raises YAMLError if brackets are nested too deeply, since
     PyYAML's time grows with the square of the depth."""
 
     class Bounded(yaml.SafeLoader):  # type: ignore[misc]
@@ -161,13 +162,13 @@ def _loaded(yaml: Any, text: str) -> Any:
 
 
 def _line(error: object) -> str:
-    """What a library says, on one line of bounded length."""
+    """The message of an error, on one line of bounded length."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 300 else f"{text[:297]}..."
 
 
 def text_of(document: Json) -> str:
-    """As YAML."""
+    """A manifest as YAML."""
     text: str = _yaml().safe_dump(document, sort_keys=False)
     return text
 
@@ -181,10 +182,10 @@ def _yaml() -> Any:
 
 
 def apply(document: Json, kind: Kind) -> str:
-    """Hand a manifest to the cluster of kubectl's current context; returns what kubectl said.
+    """Apply a manifest to the cluster of kubectl's current context; returns kubectl's output.
 
     Raises:
-        LaunchError: there is no kubectl, or it failed.
+        LaunchError: kubectl is not installed, or it failed.
     """
     done = subprocess.run(
         [need("kubectl", "kubernetes-client"), "apply", "-f", "-"],

@@ -1,5 +1,5 @@
-"""Workers whose devices are one mesh: what is under SPMD is sharded over all of them, and rows of
-tables go between the servers and every process in parts, one part for each process.
+"""Workers whose devices form one mesh. What runs under SPMD is sharded over all of them. Rows of
+tables move between the servers and the processes in parts, one part for each process.
 
 Chen et al.'s hybrid (Parallax, EuroSys 2019, section 3: sparse variables on servers, dense ones by
 all-reduce) with the planner's shardings in place of all-reduce.
@@ -32,21 +32,21 @@ def join_devices(
 ) -> None:
     """Make the devices of all workers one mesh (``executor.initialize``), for ``hybrid``.
 
-    The first thing that every worker's loop does, before JAX computes anything in it. When all
-    loops have returned, the processes part; a worker that is lost ends the others, as it does in
-    any program over several processes, and the job.
+    Every worker's loop must call it first, before JAX computes anything in it. When all loops have
+    returned, the processes disconnect. If a worker is lost, the other workers and the job end, as
+    in any program over several processes.
 
     Args:
-        server: this worker's. With one worker nothing is done.
-        timeout_s: how long to wait for the others.
-        deadline_s: after how long a host that does not answer counts as lost.
+        server: the ``ParameterServer`` of this worker. With one worker, nothing is done.
+        timeout_s: how long to wait for the other workers, in seconds.
+        deadline_s: seconds without an answer after which a host counts as lost.
 
     Raises:
         RequestError: the workers are threads of one process, JAX has computed already, the mode is
             not "sync" with all workers' pushes in every update (the devices compute together, so
             none can be ahead), or ``on_lost`` is not "fail" (an update of fewer would be wrong).
-        HostError: the others did not come in time.
-        WaitError: worker 0 did not say in ``wait_s`` where it is.
+        HostError: the other workers did not join in time.
+        WaitError: worker 0 did not send its address within ``wait_s``.
     """
     if server.num_workers == 1:
         return
@@ -67,7 +67,7 @@ def join_devices(
 
 
 def check_rule(server: Any) -> None:
-    """Raises RequestError unless all pushes are in every update."""
+    """Raises RequestError unless every update has the pushes of all workers."""
     rule = server.rule
     if server.on_lost != "fail":
         raise RequestError(
@@ -83,10 +83,11 @@ def check_rule(server: Any) -> None:
 
 
 def check_joined(server: Any) -> int:
-    """How many processes share the mesh.
+    """The number of processes that share the mesh.
 
     Raises:
-        RequestError: they are not the workers.
+        RequestError: the processes are not the workers, ``check_rule`` fails, or the processes have
+            different numbers of devices.
     """
     processes: int = jax.process_count()
     if processes == 1:
@@ -106,7 +107,7 @@ def check_joined(server: Any) -> int:
 
 
 class JoinedParts:
-    """Rows [size, *width] that every process has one part of: the first, the second and so on."""
+    """Rows [size, *width], split into one part per process, in the order of the processes."""
 
     def __init__(self) -> None:
         devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
@@ -116,7 +117,8 @@ class JoinedParts:
         self.whole = NamedSharding(mesh, PartitionSpec())
 
     def mine(self, size: int) -> slice:
-        """This process's part of ``size`` rows; all parts are as long, so the last may be over."""
+        """This process's part of ``size`` rows. All parts are equally long, so the last one may
+        extend past the end."""
         part = self._up(size) // self.count
         return slice(part * jax.process_index(), part * (jax.process_index() + 1))
 
@@ -124,7 +126,7 @@ class JoinedParts:
         return -(-size // self.devices) * self.devices
 
     def join(self, part: Array, size: int, sharding: jax.sharding.Sharding) -> jax.Array:
-        """The rows of all processes, from this one's part (shorter ones end in zeros)."""
+        """The rows of all processes, from this process's part, which is padded with zeros."""
         slot = self.mine(size)
         whole = np.zeros((slot.stop - slot.start, *part.shape[1:]), part.dtype)
         whole[: len(part)] = part
@@ -133,13 +135,13 @@ class JoinedParts:
         return out
 
     def part(self, rows: jax.Array) -> Array:
-        """This process's part of rows that the devices have."""
+        """This process's part of rows that are on the devices."""
         spread = _spread(self._up(rows.shape[0]), self.sharding)(rows)
         shards = sorted(spread.addressable_shards, key=lambda s: s.index[0].start or 0)
         return np.concatenate([np.asarray(s.data) for s in shards])
 
     def everywhere(self, arrays: Mapping[str, jax.Array]) -> dict[str, Array]:
-        """Arrays that the devices have, whole, in every process."""
+        """Whole arrays, in every process, from arrays on the devices."""
         gathered = _spread(None, self.whole)(dict(arrays)) if arrays else {}
         return {name: np.asarray(x.addressable_data(0)) for name, x in gathered.items()}
 
@@ -168,8 +170,8 @@ def needed(function: Any, batch: Sequence[Any]) -> tuple[bool, ...]:
 
 
 def on_host(batch: Sequence[Any], wanted: Sequence[bool]) -> Any:
-    """A batch in this host's memory, whole; in place of arrays on devices that are not wanted stand
-    zeros, and nothing is fetched of them."""
+    """A whole batch in this host's memory. Arrays on devices that are not wanted are not fetched;
+    zeros take their place."""
     from jax.experimental import multihost_utils
 
     def here(leaf: Any, wanted: bool) -> Any:
@@ -187,7 +189,7 @@ def on_host(batch: Sequence[Any], wanted: Sequence[bool]) -> Any:
 
 
 def _zeros(leaf: jax.Array) -> Any:
-    """In the form of an array, without its memory."""
+    """Zeros with the shape and dtype of an array; they take no memory, unless they are keys."""
     if not jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
     data = jax.eval_shape(jax.random.key_data, leaf)
@@ -197,10 +199,10 @@ def _zeros(leaf: jax.Array) -> Any:
 
 
 def check_same(batch: Sequence[Any]) -> None:
-    """Prove that all processes have the same of the arrays that each has for itself.
+    """Check that process-local arrays of a batch are the same in all processes.
 
     Raises:
-        RequestError: they have not: they have been given different batches.
+        RequestError: they differ, so the processes were given different batches.
     """
     leaves = jax.tree_util.tree_leaves(batch)
     local_leaves = [x for x in leaves if not isinstance(x, jax.Array) or x.is_fully_addressable]
@@ -215,10 +217,10 @@ def check_same(batch: Sequence[Any]) -> None:
 
 
 def check_clock(server: ParameterServer) -> None:
-    """Prove that all processes begin after the same step.
+    """Check that all processes begin after the same step.
 
     Raises:
-        RequestError: they do not.
+        RequestError: they begin after different steps.
     """
     if other := _others(server.clock):
         raise RequestError(
@@ -228,7 +230,7 @@ def check_clock(server: ParameterServer) -> None:
 
 
 def _others(checksum: int) -> str:
-    """The processes that have another number than process 0."""
+    """The processes whose checksum differs from that of process 0, as text."""
     from jax.experimental import multihost_utils
 
     checksums = np.asarray(multihost_utils.process_allgather(np.uint32(checksum))).reshape(-1)

@@ -1,5 +1,5 @@
-"""From one number of servers to another: every element of values and optimizer state keeps its
-place in its array, wherever that lies."""
+"""Changes the number of servers. Every element of values and optimizer state keeps its place in its
+array, whichever server holds it."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ Flats = Mapping[str, Array]
 
 
 def respread(old: Layout, new: Layout, flats: Sequence[Flats]) -> list[dict[str, Array]]:
-    """Flat arrays by the dtype of the parameters, from the servers of one layout to another's.
+    """Redistribute flat arrays, by the dtype of the parameters, from one layout to another.
 
     Args:
         old, new: layouts of the same arrays.
-        flats: of every server of ``old``; their own dtypes may be others than the parameters'.
+        flats: those of every server of ``old``; their dtypes may differ from the parameters'.
 
     Returns:
         Those of every server of ``new``.
@@ -65,13 +65,14 @@ def reshard(
     dumps: Sequence[Dump],
     optimizer: optax.GradientTransformation | None,
 ) -> list[Dump]:
-    """What the servers of one layout held as what those of another hold.
+    """The dumps of the servers of one layout as dumps for the servers of another.
 
-    Of optimizer state, arrays as large as the values go along with them; what a server has once
-    (Adam's count of updates) is taken from the server that was furthest, of those that hold
-    anything, and where there are some that have it in the dtype of the new server, of these. So are
-    counts, but a server that takes part in nothing has none; and the numbers of the workers'
-    pushes, but the least of each: a push that not all servers took is made again.
+    Arrays of optimizer state that are as large as the values are redistributed with them. State
+    that a server has once (Adam's count of updates) comes from the server with the most updates
+    among those that hold values, if possible one that has it in the dtype of the new server. Counts
+    also come from the server with the most updates; a server that takes part in nothing has none.
+    Of the numbers of each worker's pushes, the smallest is used: a push that not all servers
+    accepted is sent again.
     """
     facts = max((facts for facts, _ in dumps), key=lambda f: int(f["version"]))
     holding = [d for d in dumps if _holds(d[1])] or dumps
@@ -121,7 +122,7 @@ def reshard(
 
 
 def check_dumps(dumps: Sequence[Dump], optimizer: optax.GradientTransformation | None) -> None:
-    """Raises RequestError if what was kept is not of this optimizer."""
+    """Raises RequestError if the dumps have the state of another optimizer."""
     for _, arrays in dumps:
         if len(states(arrays)) != (0 if optimizer is None else len(_places(optimizer, arrays))):
             raise RequestError(OTHER)
@@ -138,8 +139,8 @@ def _number(dump: Dump, worker: str) -> int:
 def _places(
     optimizer: optax.GradientTransformation, arrays: Flats
 ) -> dict[tuple[str, str | None], tuple[int, np.dtype[Any]]]:
-    """The numbers of the leaves of optimizer state, and their dtypes at first, by their names; what
-    goes along with the values of a dtype by that too."""
+    """Index and initial dtype of every leaf of optimizer state, by its name, and by the dtype of
+    the values for leaves that are redistributed with them (else None)."""
     values = without_prefix(arrays, VALUES)
     leaves, _ = jax.tree_util.tree_flatten_with_path(jax.eval_shape(optimizer.init, values))
     places: dict[tuple[str, str | None], tuple[int, np.dtype[Any]]] = {}

@@ -1,4 +1,4 @@
-"""What a server says: errors, counts and values."""
+"""Answers of a server: errors, counts and values."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from planner.errors import RequestError
 
 
 class WaitError(RequestError):
-    """A deadline passed; says who waited, and for which workers."""
+    """A deadline passed; the message names what waited, and what it waited for."""
 
 
 class LostError(RequestError):
-    """A server, or all workers, were lost, with what they held."""
+    """A server, or all workers, were lost, together with the data that they held."""
 
 
 @dataclass
 class Counts:
-    """What a server did.
+    """Counters of a server.
 
     Attributes:
         applied: pushes that are in the values.
-        updates: how often the values changed.
-        duplicates: pushes that came again, and were not applied again.
-        discarded: pushes that were left out by the rule, by worker.
-        lost: pushes that a server took before it was lost and that no copy had, by worker.
-        lags: how many pushes had each lag, in updates between the read and the push.
+        updates: number of times that the values changed.
+        duplicates: pushes that arrived again, and were not applied again.
+        discarded: pushes that the rule dropped, by worker.
+        lost: pushes that a server accepted before it was lost and that no copy had, by worker.
+        lags: number of pushes by lag, which is the number of updates between the read and the push.
     """
 
     applied: int = 0
@@ -40,8 +40,8 @@ class Counts:
 
 @dataclass(frozen=True)
 class Values:
-    """What a read gives: the values (flat arrays, or rows of tables), and how many updates are in
-    them."""
+    """The result of a read: the values (flat arrays, or rows of tables), and the number of updates
+    in them."""
 
     version: int
     values: Mapping[str, Array]

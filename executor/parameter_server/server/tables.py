@@ -1,13 +1,13 @@
 """Tables of rows on one server, updated only where a push touches them.
 
-Row r of a table lies on server r % servers, as its row r // servers. Where ids follow Zipf's law,
-as words sorted by frequency do, contiguous blocks would give the first server nearly all the work.
+Row r of a table lies on server r % servers, as its row r // servers. If ids follow Zipf's law, as
+words sorted by frequency do, contiguous blocks would give the first server nearly all the work.
 
-The optimizer is lazy, as TensorFlow's LazyAdam, MXNet's lazy_update and PyTorch's SparseAdam are:
-what it keeps for each row (Adam's moments) is read, updated and written back for the rows of an
-update alone; the moments of other rows do not decay. What it keeps for the whole table (Adam's
-count) moves on once for every update that names the table, on every server, also on those that hold
-none of its rows. So it is the same on all servers, and results do not depend on how many there are.
+The optimizer is lazy, like TensorFlow's LazyAdam, MXNet's lazy_update and PyTorch's SparseAdam. Its
+state per row (Adam's moments) is read, updated and written back only for the rows of an update; the
+moments of other rows do not decay. Its state per table (Adam's count) advances once for every
+update that names the table, on every server, even if a server holds none of the rows. So it is the
+same on all servers, and results do not depend on the number of servers.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from executor.parameter_server.placement.layout import Array
 from planner.errors import RequestError
 
 LEAST = 16
-"""Updates are padded to this many rows, or a power of two above it: few forms are compiled."""
+"""Updates are padded to this many rows, or a power of two above it, so few shapes are compiled."""
 
 Update = Callable[[Any, Any, Any, float], Any]
 """(values, state, gradients, scale) to (values, state), as compiled by the ``Store``."""
 
 
 def summed(ids: Array, gradients: Array) -> tuple[Array, Array]:
-    """Every id once, in order, with the sum of its gradients, from the first on.
+    """The distinct ids in order, with the sums of their gradients, added in order of occurrence.
 
     Args:
         ids: [n] integers.
@@ -54,11 +54,11 @@ def summed(ids: Array, gradients: Array) -> tuple[Array, Array]:
 
 
 def scaled_update(update: Any, scale: Any, xnp: Any) -> Any:
-    """An update, taken ``scale`` times, in its own dtype; integers are rounded.
+    """An update multiplied by ``scale``, in the dtype of the update; integers are rounded.
 
     Args:
-        update: of ``xnp``, which is NumPy or jax.numpy.
-        scale: not more than 1.
+        update: an array of ``xnp``, which is NumPy or jax.numpy.
+        scale: at most 1.
     """
     if jnp.issubdtype(update.dtype, jnp.integer):
         return xnp.where(scale == 1, update, xnp.rint(update * scale).astype(update.dtype))
@@ -71,9 +71,9 @@ class Table:
 
     Attributes:
         values: [rows, ...width], written in place.
-        leaves: of the optimizer's state; those for each row are [rows, ...], written in place.
-        by_row: which leaves are for each row.
-        form: of the state.
+        leaves: leaves of the optimizer's state; those per row are [rows, ...], written in place.
+        by_row: which leaves are per row.
+        form: tree structure of the state.
     """
 
     values: Array
@@ -83,10 +83,10 @@ class Table:
 
 
 class Tables:
-    """All tables of one server; the caller sees to it that one thread is in it.
+    """All tables of one server. The caller must ensure that only one thread at a time uses them.
 
     Args:
-        optimizer: lazily applied to what is pushed; None adds it to the rows.
+        optimizer: applied lazily to pushed gradients; None adds what is pushed to the rows.
         update: the optimizer's update, compiled.
         extra: arrays that every update has beside the rows (see ``SECOND`` in the store).
     """
@@ -101,21 +101,21 @@ class Tables:
         self.held: dict[str, Table] = {}
 
     def init(self, tables: Mapping[str, Array]) -> None:
-        """Begin with these rows, [rows, ...width] each.
+        """Set the initial rows, [rows, ...width] for each table.
 
         Raises:
-            RequestError: the optimizer keeps a state that cannot be updated row by row.
+            RequestError: the optimizer has a state that cannot be updated row by row.
         """
         for name, values in sorted(tables.items()):
             leaves, by_row, form = self._state(name, values)
             self.held[name] = Table(np.array(values), leaves, by_row, form)
 
     def apply(self, rows: Mapping[str, tuple[Array, Array]], scale: float = 1.0) -> None:
-        """One update of each table that is named; repeated rows are summed.
+        """Update each named table once; gradients of repeated rows are summed.
 
         Args:
             rows: for each table, numbers of its rows on this server, and their gradients.
-            scale: what the optimizer makes of it is taken this many times.
+            scale: factor for the update that the optimizer computes.
         """
         for name, (numbers, gradients) in sorted(rows.items()):
             table = self._table(name, numbers)
@@ -141,8 +141,8 @@ class Tables:
         return {name: np.array(table.values) for name, table in self.held.items()}
 
     def dump(self) -> dict[str, Array]:
-        """All there is, copied: ``kind/number/table`` names the values (kind "values", number 0)
-        and each leaf of the optimizer's state, for each row ("rows") or not ("shared")."""
+        """Copies of all arrays: ``kind/number/table`` names the values (kind "values", number 0)
+        and each leaf of the optimizer's state, per row ("rows") or per table ("shared")."""
         arrays = {f"values/0/{name}": np.array(t.values) for name, t in self.held.items()}
         for name, table in self.held.items():
             for k, (leaf, by_row) in enumerate(zip(table.leaves, table.by_row, strict=True)):
@@ -150,10 +150,10 @@ class Tables:
         return arrays
 
     def load(self, dumped: Mapping[str, Array]) -> None:
-        """Begin with what ``dump`` gave.
+        """Restore the arrays of a ``dump``.
 
         Raises:
-            RequestError: it is of another optimizer.
+            RequestError: the dump is of another optimizer.
         """
         self.init({k.split("/", 2)[2]: x for k, x in dumped.items() if k.startswith("values/")})
         now = {key: (x.shape, x.dtype) for key, x in self.dump().items()}
@@ -209,9 +209,9 @@ class Tables:
                 table.leaves[k] = np.array(x)
 
     def _state(self, name: str, values: Array) -> tuple[list[Array], tuple[bool, ...], Any]:
-        """The optimizer's state of a table: its leaves, which of them are for each row, its form.
+        """The optimizer's state of a table: its leaves, which of them are per row, its structure.
 
-        Which are is found from how their shapes change with the number of rows.
+        A leaf is per row if its shape changes with the number of rows.
         """
         optimizer = self.optimizer
         if optimizer is None:
@@ -236,7 +236,7 @@ class Tables:
 
 
 def joined(parts: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
-    """Whole tables from what each server holds, in order of the servers."""
+    """Whole tables from the rows of each server, in order of the servers."""
     tables = {}
     for name in sorted(parts[0]):
         held = [part[name] for part in parts]
@@ -248,9 +248,9 @@ def joined(parts: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
 
 
 def reshard_tables(dumps: Sequence[Mapping[str, Array]], servers: int) -> list[dict[str, Array]]:
-    """What ``Tables.dump`` gave on every server, in their order, for another number of servers.
+    """The dumps (``Tables.dump``) of all servers, in order, as dumps for another number of servers.
 
-    State that is not for each row is the first server's; it is the same on all, unless a push had
+    State per table comes from the first server. It is the same on all servers, unless a push had
     reached only some of them.
     """
     whole = joined([{k: x for k, x in d.items() if not k.startswith("shared/")} for d in dumps])

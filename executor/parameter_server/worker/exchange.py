@@ -1,4 +1,4 @@
-"""What one worker pushes and pulls, one message to each server and back."""
+"""The pushes and pulls of one worker: one message to each server, and one back."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from executor.parameter_server.worker.rows import RowCache, Rows, TableLayout, c
 from planner.errors import RequestError
 
 Read = tuple[dict[int, int], Any]
-"""The versions that servers read, and their values as a pytree."""
+"""The versions that servers have read, by server, and the values as a pytree."""
 
 
 class Exchange:
-    """The pushes and pulls of one worker; one of them may travel while the worker goes on.
+    """The pushes and pulls of one worker; one of them may be in flight while the worker computes.
 
     Args:
-        links: to the servers.
-        calls: of the worker, over those links.
+        links: links to the servers.
+        calls: the worker's calls over those links.
         rule: how far workers may be apart.
-        replica: the worker's updates, where they do not run on the servers.
-        cache: rows of tables that were read; None reads always.
-        adds: whether servers add what is pushed to rows, and nothing else.
+        replica: runs the worker's updates, if they do not run on the servers.
+        cache: rows of tables that were read; without one, every read goes to the servers.
+        adds: whether servers add what is pushed to rows, and do nothing else.
 
     Attributes:
-        version: updates that were in what was read last; the least of all servers.
+        version: number of updates in the last values read; the minimum over all servers.
     """
 
     def __init__(
@@ -54,12 +54,12 @@ class Exchange:
         self.version = 0
 
     def begin(self, layout: Layout, tables: TableLayout) -> None:
-        """Set what the parameters and the tables are."""
+        """Set the layouts of the parameters and the tables."""
         self._layout, self._tables = layout, tables
 
     @property
     def layout(self) -> Layout:
-        """Which server holds what; raises RequestError before ``begin``."""
+        """The layout of the parameters on the servers; raises RequestError before ``begin``."""
         if self._layout is None:
             raise RequestError("call init(params) first: nothing says what the parameters are")
         return self._layout
@@ -130,11 +130,11 @@ class Exchange:
         return self._now(read)
 
     def settle(self) -> None:
-        """Wait for what ``overlapped`` has sent."""
+        """Wait for the exchange that ``overlapped`` has started."""
         self._behind.arrived()
 
     def end(self) -> None:
-        """Wait as ``settle`` does, and send the values of the worker's updates."""
+        """Wait as ``settle`` does, and send the values of the replica, if it has updates."""
         self.settle()
         if self._replica is not None and self._replica.version:
             flats = self.layout.scatter(jax.device_get(self._replica.params))
@@ -144,21 +144,21 @@ class Exchange:
         return self._read(self._calls.push("push_pull", pushed))
 
     def _read(self, answers: Mapping[int, Any]) -> Read:
-        """What servers answered."""
+        """Versions and values from the answers of servers."""
         flats: list[Flat] = [{}] * self._links.count
         for server, answer in answers.items():
             flats[server] = answer.values
         return {server: x.version for server, x in answers.items()}, self.layout.gather(flats)
 
     def _now(self, read: Read) -> Any:
-        """Hand values to the loop, whose next gradients are of them."""
+        """The values for the loop, which computes its next gradients from them."""
         self._seen, values = read
         self.version = min(self._seen.values())
         return values if self._replica is None else self._replica.take(self.version, values)
 
     def _numbered(self, gradients: Any, rows: Mapping[str, Any] | None) -> tuple[list[Args], Rows]:
-        """What is sent to every server about a push, and its rows, once each. Dense gradients lie
-        in memory that the next push takes again, where servers do not keep it."""
+        """Arguments of a push for every server, and its rows, summed per row. The next push reuses
+        the memory of dense gradients, if servers do not keep it."""
         sums, parts = self.tables.push(rows or {})
         flats: list[Flat] = [{}] * self._links.count
         if gradients is not None:
@@ -167,6 +167,6 @@ class Exchange:
         return self._calls.next_push(flats, parts), sums
 
     def _now_cached(self, pushed: Rows, added: bool) -> None:
-        """Rows that this worker has pushed: what it reads must have that in it."""
+        """Update the cache after a push: rows that this worker reads must include its pushes."""
         if self._cache is not None:
             self._cache.pushed(pushed, added)

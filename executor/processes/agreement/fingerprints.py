@@ -1,7 +1,7 @@
-"""What is compared between processes, as text: programs, arrays, settings. Pure functions.
+"""Fingerprints to compare between processes: programs, arrays, settings. Pure functions.
 
-The text of a program must be the same in processes that run the same script: variables are
-numbered as they come, sets are sorted, addresses and the devices of one process are left out.
+The text of a program must be the same in processes that run the same script: variables are numbered
+in order of appearance, sets are sorted, and addresses and process-local devices are left out.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CHUNK = 1 << 23
 """Bytes that one thread hashes at a time."""
 ADDRESS = r"0x[0-9a-f]{6,}"
 SHOWN = 80
-"""Characters of a value that a message shows."""
+"""Maximum number of characters of a value in a message."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Fingerprint:
     Attributes:
         value: the same text in processes that agree.
         shown: what it is, for a message that says "process 1 has ...".
-        array: whose numbers are shown after that.
+        array: an array whose values are shown after that; None: nothing.
     """
 
     value: str
@@ -47,17 +47,17 @@ class Fingerprint:
 
     @property
     def text(self) -> str:
-        """What a message says."""
+        """The text for messages."""
         return self.shown if self.array is None else f"{self.shown} = {array_summary(self.array)}"
 
 
 def hash_of(text: str) -> str:
-    """64 hexadecimal digits of a text."""
+    """The hash of a text, 64 hexadecimal digits."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def array_hash(array: Any) -> str:
-    """32 hexadecimal digits of an array's bytes, dtype and shape, hashed by several threads."""
+    """The hash of bytes, dtype and shape, 32 hexadecimal digits, computed by several threads."""
     host = np.ascontiguousarray(np.asarray(array))
     total = hashlib.sha256(f"{host.dtype}{np.shape(array)}".encode())
     if host.dtype.hasobject:
@@ -79,7 +79,7 @@ def _digest(part: Any) -> bytes:
 
 
 def array_summary(array: Any) -> str:
-    """A small array for people: dtype, shape and, where there are few, its values; else its norm.
+    """A short text for an array: dtype, shape and, if there are few, its values; else its norm.
 
     >>> array_summary(np.float32(0.001)), array_summary(np.arange(3))
     ('0.001', 'int64[3] [0, 1, 2]')
@@ -97,7 +97,7 @@ def array_summary(array: Any) -> str:
 
 
 def short(text: str) -> str:
-    """A text cut for a message."""
+    """A text, shortened for a message."""
     text = " ".join(text.split())
     return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
 
@@ -108,7 +108,7 @@ def program(jaxpr: Any) -> tuple[Fingerprint, ...]:
 
 
 class _Program:
-    """Writes down a program; bodies that stand in several places are written once."""
+    """Makes the fingerprints of a program; a body that is used several times is processed once."""
 
     def __init__(self) -> None:
         self.bodies: dict[tuple[int, str], tuple[Any, tuple[Fingerprint, ...]]] = {}
@@ -175,7 +175,7 @@ class _Program:
 
 
 def _plain_text(value: Any, text: str) -> str:
-    """A parameter for people: as Python writes it, or its text where that has an address in it."""
+    """A parameter as Python writes it, or ``text`` if that contains an address."""
     written = str(value)
     return text if re.search(ADDRESS, written) else written
 
@@ -202,7 +202,7 @@ def _shown_value(value: Any) -> str:
 
 
 def _host(value: Any) -> Any:
-    """An array of this process on the host; random keys as their words."""
+    """An array of this process as a NumPy array; random keys as their key data."""
     if jax.numpy.issubdtype(getattr(value, "dtype", np.int32), jax.dtypes.prng_key):
         value = jax.random.key_data(value)
     return np.asarray(value)
@@ -252,14 +252,14 @@ def _object_text(value: Any) -> str:
 
 
 def arguments(args: Any, shardings: Any, whole: Callable[[int], bool]) -> tuple[Fingerprint, ...]:
-    """Arguments of a step as they are given: their form, and their content where processes must
+    """Fingerprints of the arguments of a step: their form, and their content where processes must
     agree. A part that this process does not hold has an entry without a value.
 
     Args:
         args: a pytree of arrays.
-        shardings: of each leaf, a pytree of the same form.
-        whole: leaf number -> whether the content must be equal even where no two processes hold
-            the same part of it, as with a state; not so with a batch.
+        shardings: the sharding of each leaf, a pytree of the same structure.
+        whole: leaf number -> whether the content must be equal even if no two processes hold the
+            same part of it: so for a state, but not for a batch.
     """
     leaves = jax.tree_util.tree_leaves_with_path(args)
     places = jax.tree_util.tree_leaves(shardings)
@@ -272,7 +272,7 @@ def arguments(args: Any, shardings: Any, whole: Callable[[int], bool]) -> tuple[
 def _argument(name: str, x: Any, sharding: Any, whole: bool) -> list[Fingerprint]:
     here = jax.process_count() > 1 and getattr(x, "sharding", None) == sharding
     if isinstance(x, jax.Array) and (here or not x.is_fully_addressable):
-        # placed already; a stage may lie on this process's devices alone
+        # already placed; a stage may be on devices of this process only
         sharding, whole = x.sharding, False
         form = f"{name} is {x.dtype}{list(x.shape)} over all devices"
         layout = f"{form} as {getattr(sharding, 'spec', type(sharding).__name__)}"
@@ -306,7 +306,7 @@ def _content(name: str, host: Any) -> Fingerprint:
 
 
 def _bounds(index: tuple[slice, ...], whole: Any) -> str:
-    """A part of an array as Python writes it; nothing for the whole.
+    """A part of an array in Python's notation for slices; empty for the whole array.
 
     >>> _bounds((slice(0, 4), slice(0, 8)), np.zeros((16, 8)))
     '[0:4, 0:8]'
@@ -317,7 +317,7 @@ def _bounds(index: tuple[slice, ...], whole: Any) -> str:
 
 
 def _cut(index: Sequence[slice], shape: Sequence[int]) -> tuple[slice, ...]:
-    """An index with its bounds written out. A shard of random keys has more slices than keys have
+    """An index with explicit bounds. A shard of random keys has more slices than keys have
     dimensions: JAX adds one for the words of a key."""
     return tuple(slice(*p.indices(n)[:2]) for p, n in zip(index, shape, strict=False))
 
@@ -329,7 +329,7 @@ def _shared(sharding: Any, shape: tuple[int, ...]) -> tuple[tuple[slice, ...], .
 
 
 def _parts(sharding: Any, shape: tuple[int, ...], least: int = 1) -> tuple[tuple[slice, ...], ...]:
-    """The parts of an array that devices of at least so many processes hold."""
+    """The parts of an array that devices of at least ``least`` processes hold."""
     holders: dict[str, tuple[tuple[slice, ...], set[int]]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
         part = _cut(index, shape)

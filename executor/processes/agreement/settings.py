@@ -1,4 +1,4 @@
-"""What changes numbers besides the program: versions, JAX's settings, the environment, devices."""
+"""Settings that change results besides the program: versions, JAX, environment, devices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jax
 from executor.processes.agreement.fingerprints import Fingerprint
 
 PACKAGES = ("jax", "jaxlib", "numpy", "ml_dtypes", "flax", "optax", "equinox")
-"""Their versions are compared between the processes that import them."""
+"""Packages whose versions are compared between the processes that import them."""
 ABSENT = "not imported"
 CONFIG = (
     "jax_enable_x64",
@@ -40,20 +40,20 @@ CONFIG = (
     "jax_cpu_collectives_implementation",
     "jax_sort_devices_by_process_index",
 )
-"""Settings of ``jax.config`` that change numbers or the compiled program."""
+"""Settings of ``jax.config`` that change numerical results or the compiled program."""
 VARIABLES = (
     "LIBTPU_INIT_ARGS",
     "NVIDIA_TF32_OVERRIDE",
     "TF_CUDNN_DETERMINISTIC",
     "CUBLAS_WORKSPACE_CONFIG",
 )
-"""Variables that do, besides ``XLA_FLAGS``."""
+"""Environment variables that do so, besides ``XLA_FLAGS``."""
 HARMLESS = ("--xla_dump", "--xla_force_host_platform_device_count", "--xla_gpu_cuda_data_dir")
-"""Starts of XLA flags that differ between hosts for good reasons, or are compared otherwise."""
+"""Prefixes of XLA flags that may differ between hosts, or are compared in another way."""
 
 
 def settings(environment: Mapping[str, str] | None = None) -> tuple[Fingerprint, ...]:
-    """Everything of this process that all processes of a job must have in common."""
+    """The settings of this process that must be the same in all processes of a job."""
     environment = os.environ if environment is None else environment
     pairs = {"devices": _devices()}
     pairs |= {name: _version(name) for name in PACKAGES}
@@ -89,7 +89,7 @@ def _version(package: str) -> str:
 
 
 def xla_flags(text: str) -> str:
-    """The flags that change numbers, sorted.
+    """The flags that change numerical results, sorted.
 
     >>> xla_flags("--xla_gpu_b=1 --xla_dump_to=/tmp/x --xla_a=2")
     '--xla_a=2 --xla_gpu_b=1'

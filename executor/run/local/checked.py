@@ -1,4 +1,4 @@
-"""Registered rules are tried once on small random arrays: the parts must make up the whole."""
+"""Tests registered rules once on small random arrays: the parts must make up the whole."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from planner.rules.kernels.registered import Dims, Registered
 log = logging.getLogger("meshwright")
 
 UNITS = (2, 8, 128)
-"""Sizes of dimensions to try, until the kernel takes them."""
+"""Sizes of dimensions to try, until the kernel accepts one."""
 CLOSE = 2e-2
-"""Difference that rounding may make, of the largest result."""
+"""Maximum difference from rounding, relative to the largest result."""
 
 _checked: set[tuple[str, str]] = set()
 
@@ -29,11 +29,11 @@ Kernel = Callable[[Sequence[Any], Sequence[tuple[int, ...]]], list[Any]]
 
 
 def check_rule(rule: Registered, eqn: Any) -> None:
-    """Try a registered rule on small arrays, once.
+    """Test a registered rule on small arrays, once.
 
     Args:
         rule: the registered rule.
-        eqn: a call that it is for.
+        eqn: a call that the rule applies to.
 
     Raises:
         RequestError: results differ where the call is split along a dimension of the rule.
@@ -66,7 +66,7 @@ def check_rule(rule: Registered, eqn: Any) -> None:
 
 
 def _runner(rule: Registered, eqn: Any) -> Kernel:
-    """Runs the kernel on arrays of any size, which make results of given shapes."""
+    """A function that runs the kernel on arrays of any size, for results of given shapes."""
     if rule.local is not None:
         local = rule.local
         return lambda arrays, outs: jax.tree.leaves(local(*arrays))
@@ -79,11 +79,11 @@ def _runner(rule: Registered, eqn: Any) -> Kernel:
 
 
 def _difference(rule: Registered, eqn: Any, run: Kernel, letter: str, unit: int) -> float:
-    """The largest difference between two parts and the whole, over the largest result."""
+    """The largest difference between two parts and the whole, relative to the largest result."""
     every = {x for dims in (*rule.operands, *rule.results) for dim in dims for x in dim}
     half = dict.fromkeys(every, unit)
     for dims in (*rule.operands, *rule.results):
-        for dim in dims:  # what is major to a split dimension has one element
+        for dim in dims:  # letters major to the split one have size 1
             if letter in dim:
                 half.update(dict.fromkeys(dim[: dim.index(letter)], 1))
     whole = {**half, letter: 2 * half[letter]}
@@ -121,7 +121,7 @@ def _difference(rule: Registered, eqn: Any, run: Kernel, letter: str, unit: int)
 
 
 def _half(x: Any, dims: Dims, letter: str, k: int) -> Any:
-    """Part ``k`` of two of an operand; one that does not have the letter is whole."""
+    """Half ``k`` of an operand along a letter; an operand without the letter stays whole."""
     at = next((d for d, dim in enumerate(dims) if letter in dim), None)
     return x if at is None else jnp.split(x, 2, at)[k]
 

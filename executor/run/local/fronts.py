@@ -1,9 +1,9 @@
-"""What XLA:TPU makes of reduce-scatters, by the sizes of shards.
+"""How XLA:TPU compiles reduce-scatters, depending on the sizes of shards.
 
-Compiled for v5e, v5p and v6e (libtpu 0.0.42.1): sums that were scattered along shards of 96, 128,
-192, 288 or 384 lanes of bfloat16, or of 3 x 16 heads, became all-reduces of twice the bytes, and
-reduce-scatters where the shards were a dimension in front. Shards of whole tiles (256 lanes of
-bfloat16, 128 of float32, 16 rows) stay reduce-scatters as they are, without a copy.
+Compiled for v5e, v5p and v6e (libtpu 0.0.42.1), sums that were scattered along shards of 96, 128,
+192, 288 or 384 lanes of bfloat16, or of 3 x 16 heads, became all-reduces of twice the bytes. They
+became reduce-scatters if the shards were a leading dimension. With shards of whole tiles (256 lanes
+of bfloat16, 128 of float32, 16 rows), reduce-scatters stay as they are, without a copy.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from executor.run.local.specs import Spec
 LANES = 128
 """Elements of a row in a tile of TPU memory (https://openxla.org/xla/tiled_layout)."""
 NARROW = 2
-"""Bytes of an element up to which two rows share a row of a TPU's tile."""
+"""Maximum bytes of an element for which two rows share a row of a TPU's tile."""
 
 
 def in_front(
     shape: Sequence[int], out: Spec, scatter_spec: Spec, itemsize: int, sizes: Mapping[str, int]
 ) -> frozenset[str]:
-    """The axes along which XLA:TPU scatters a sum only if their shards are in front of it. It
-    all-reduces and slices where shards are no whole tiles, and dimensions in the middle.
+    """The axes along which XLA:TPU scatters a sum only if their shards are a leading dimension. It
+    all-reduces and slices if shards are not whole tiles, and for dimensions in the middle.
 
     Args:
-        shape: of the whole result.
-        out, scatter_spec: its sharding, and the part of that along which it is scattered.
+        shape: shape of the whole result.
+        out, scatter_spec: sharding of the result, and the part along which it is scattered.
         itemsize: bytes of an element.
-        sizes: of the axes.
+        sizes: sizes of the axes.
     """
     front_axes: set[str] = set()
     wide = itemsize > NARROW
@@ -47,7 +47,7 @@ def in_front(
 
 
 def _stays(shard: Sequence[int], d: int, wide: bool) -> bool:
-    """Whether a dimension is scattered as it is where shards have these sizes."""
+    """Whether dimension ``d`` is scattered as it is if shards have these sizes."""
     rank = len(shard)
     if d == rank - 1:
         return shard[d] % (LANES if wide else 2 * LANES) == 0
@@ -57,4 +57,4 @@ def _stays(shard: Sequence[int], d: int, wide: bool) -> bool:
 
 
 ROWS = 16
-"""Rows that a shard must have a multiple of."""
+"""The number of rows of a shard must be a multiple of this."""

@@ -1,6 +1,6 @@
-"""Products on shards whose partial sums are scattered by explicit reduce-scatters; gradients of
-tables, which add up rows, likewise, and look-ups in tables that are split by rows: XLA:TPU
-all-reduces what each shard found."""
+"""Products on shards whose partial sums are scattered by explicit reduce-scatters. Gradients of
+tables, which add up rows, are handled alike, and so are lookups in tables that are split by rows,
+where XLA:TPU all-reduces the rows from each shard."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Scatter:
 
     Attributes:
         transpose: that operation, -1 for none; ``order`` is its permutation.
-        ins: the shardings of the operands on shards; sizes of groups are whole. A table is none of
-            them: what is scattered is added to it as the result lies.
-        out: that of the transposed result.
-        sums: per dimension of it, the axes along which partial sums are scattered.
-        summed: the axes whose sums stay whole.
-        front: the axes whose shards are put in front of the array to be scattered.
+        ins: the shardings of the operands on shards; sizes of groups are whole. A table is not
+            among them: the scattered sum is added to it with the sharding of the result.
+        out: the sharding of the transposed result.
+        sums: per dimension of that result, the axes along which partial sums are scattered.
+        summed: the axes along which partial sums are all-reduced.
+        front: the axes whose shards become a leading dimension before they are scattered.
     """
 
     transpose: int
@@ -41,12 +41,12 @@ class Scatter:
 
 
 Local = tuple[Spec | None, frozenset[str]]
-"""The sharding of a product of shards, and the axes along which it is a partial sum; no sharding
-where the operands' do not go together."""
+"""The sharding of a product of shards, and the axes along which it is a partial sum. The sharding
+is None if those of the operands are incompatible."""
 
 
 def _product(params: Mapping[str, Any], a: Spec, b: Spec) -> Local:
-    """Of a ``dot_general``."""
+    """The rule for a ``dot_general``."""
     ((a_sum, b_sum), (a_batch, b_batch)) = params["dimension_numbers"]
     pairs = (*zip(a_sum, b_sum, strict=True), *zip(a_batch, b_batch, strict=True))
     free_a = [e for d, e in enumerate(a) if d not in (*a_sum, *a_batch)]
@@ -60,7 +60,7 @@ def _product(params: Mapping[str, Any], a: Spec, b: Spec) -> Local:
 
 
 def _ragged(params: Mapping[str, Any], a: Spec, b: Spec) -> Local:
-    """Of a ragged product whose rows and groups are whole."""
+    """The rule for a ragged product whose rows and groups are whole."""
     numbers = params["ragged_dot_dimension_numbers"]
     ((a_sum, b_sum), (a_batch, b_batch)) = numbers.dot_dimension_numbers
     (ragged,), groups = numbers.lhs_ragged_dimensions, numbers.rhs_group_dimensions
@@ -78,7 +78,7 @@ def _ragged(params: Mapping[str, Any], a: Spec, b: Spec) -> Local:
 
 
 def _convolution(params: Mapping[str, Any], a: Spec, b: Spec) -> Local:
-    """Of a convolution without groups whose windows are whole: batch and features may be split."""
+    """The rule for a convolution without groups; batch and features may be split, not windows."""
     numbers = params["dimension_numbers"]
     (a_batch, a_sum, *space), (b_out, b_sum, *window) = numbers.lhs_spec, numbers.rhs_spec
     batch, features, *_ = numbers.out_spec
@@ -97,7 +97,7 @@ def _convolution(params: Mapping[str, Any], a: Spec, b: Spec) -> Local:
 
 
 def _table(params: Mapping[str, Any], rows: Spec, updates: Spec) -> Local:
-    """Of a ``scatter-add`` of whole rows: their numbers, one each, and what is added to them."""
+    """The rule for a ``scatter-add`` of updates to whole rows, with one row number for each."""
     numbers = params["dimension_numbers"]
     window, inserted = numbers.update_window_dims, numbers.inserted_window_dims
     plain = not numbers.operand_batching_dims and len(inserted) == 1
@@ -114,7 +114,7 @@ def _table(params: Mapping[str, Any], rows: Spec, updates: Spec) -> Local:
 
 
 def _lookup(params: Mapping[str, Any], table: Spec, indices: Spec) -> Local:
-    """Of a ``gather`` of whole rows from a table that is split by rows: a shard finds its own."""
+    """The rule for a ``gather`` of whole rows from a table that is split by rows."""
     numbers, window = params["dimension_numbers"], params["dimension_numbers"].offset_dims
     if len(numbers.start_index_map) != 1 or numbers.operand_batching_dims:
         return None, frozenset()
@@ -131,7 +131,7 @@ def _lookup(params: Mapping[str, Any], table: Spec, indices: Spec) -> Local:
 
 
 def _sum(params: Mapping[str, Any], a: Spec) -> Local:
-    """Of a ``reduce_sum``."""
+    """The rule for a ``reduce_sum``."""
     sums = frozenset(x for d in params["axes"] for x in a[d])
     return tuple(e for d, e in enumerate(a) if d not in params["axes"]), sums
 
@@ -144,9 +144,9 @@ LOCAL: Mapping[str, Callable[..., Local]] = {
     "gather": _lookup,
     "reduce_sum": _sum,
 }
-"""By kind of operation whose partial sums are scattered."""
+"""The rules for operations whose partial sums are scattered, by kind."""
 SUM = "reduce_sum"
-"""The kind with one operand: gradients of examples or tasks are added up."""
+"""The kind with one operand: it adds up gradients of examples or tasks."""
 TABLE = "scatter-add"
 """The kind whose first operand is a table."""
 
@@ -155,8 +155,8 @@ def scattered(eqn: Any, ins: Sequence[Any], how: Scatter, mesh: Any) -> Any:
     """Multiply on shards, transpose by ``how.order`` and reduce-scatter along one axis at a time,
     major axis first.
 
-    All mesh axes are manual. With automatic axes the compiler forgets the operands' shardings along
-    them at the border of the ``shard_map`` and gathers them."""
+    All mesh axes are manual. With automatic axes, the compiler loses the operands' shardings along
+    them at the boundary of the ``shard_map`` and gathers the operands."""
 
     table, lookup = eqn.primitive.name == TABLE, eqn.primitive.name == "gather"
 
@@ -180,7 +180,7 @@ def scattered(eqn: Any, ins: Sequence[Any], how: Scatter, mesh: Any) -> Any:
 
 
 def _scattered(x: Any, d: int, axes: Sequence[str], *, front: bool) -> Any:
-    """A sum scattered along axes, as an array without dimensions of one element: XLA:TPU
+    """Scatter a sum along axes, without its dimensions of one element: with them, XLA:TPU
     all-reduces the rows of [1, rows, columns]."""
     dims = [k for k, n in enumerate(x.shape) if n > 1 or k == d]
     whole, at = x.shape, dims.index(d)
@@ -196,7 +196,7 @@ def _in_place(x: Any, d: int, axes: Sequence[str]) -> Any:
 
 
 def _in_front(x: Any, d: int, axes: Sequence[str]) -> Any:
-    """The same by a dimension of each axis in front of all others."""
+    """Scatter a dimension along axes, each as a leading dimension, major first."""
     sizes = [jax.lax.axis_size(axis) for axis in axes]
     parts, count = (*sizes, x.shape[d] // math.prod(sizes)), len(sizes)
     x = x.reshape(*x.shape[:d], *parts, *x.shape[d + 1 :])
@@ -207,7 +207,7 @@ def _in_front(x: Any, d: int, axes: Sequence[str]) -> Any:
 
 
 def _no_table(eqn: Any, updates: Any) -> Any:
-    """Zeros for what a shard adds to a table."""
+    """Zeros to which a shard adds its updates of a table."""
     numbers = eqn.params["dimension_numbers"]
     widths = iter([updates.shape[d] for d in numbers.update_window_dims])
     (out,) = eqn.outvars
@@ -217,20 +217,20 @@ def _no_table(eqn: Any, updates: Any) -> Any:
 
 
 def _own_rows(eqn: Any, row: int, shards: Sequence[Any], axes: Sequence[str]) -> Any:
-    """The rows that a shard of a table has, zeros where another shard has them.
+    """Look up rows in a shard of a table; rows of other shards are zeros.
 
     Args:
-        eqn: the look-up, a ``gather``.
+        eqn: the lookup, a ``gather``.
         row: the dimension of rows.
         shards: a shard of the table and the indices, [..., 1].
-        axes: that split the rows, major first.
+        axes: the axes that split the rows, major first.
     """
     table, indices = shards
     shard_rows = table.shape[row]
     rows = shard_rows * math.prod(map(jax.lax.axis_size, axes))
     index = jnp.clip(indices, *_within(indices.dtype, rows)).astype(jnp.int32)
     fills = eqn.params["mode"] == jax.lax.GatherScatterMode.FILL_OR_DROP
-    if not fills:  # a promise that is broken reads the nearest row, as in one XLA gather
+    if not fills:  # out of bounds reads the nearest row, as in one XLA gather
         index = jnp.clip(index, 0, rows - 1)
     place = index - shard_rows * jax.lax.axis_index(tuple(axes))
     held = (place >= 0) & (place < shard_rows)
@@ -254,13 +254,13 @@ def _own_rows(eqn: Any, row: int, shards: Sequence[Any], axes: Sequence[str]) ->
 
 
 def _along(flags: Any, dims: Sequence[int], rank: int) -> Any:
-    """Flags of rows, [..., 1], in the shape of the result of a lookup."""
+    """Flags of rows, [..., 1], reshaped to broadcast over the result of a lookup."""
     sizes = dict(zip(dims, flags.shape[:-1], strict=True))
     return flags.reshape([sizes.get(d, 1) for d in range(rank)])
 
 
 def _within(dtype: Any, rows: int) -> tuple[Any, Any]:
-    """Bounds that hold the rows of a table and, where the integers go so far, one more per side."""
+    """Bounds of the rows of a table, plus one more on each side if the integers allow it."""
     kind = jnp.iinfo(dtype)
     return dtype.type(max(int(kind.min), -1)), dtype.type(min(int(kind.max), rows))
 

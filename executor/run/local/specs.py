@@ -1,4 +1,4 @@
-"""Shardings in the axes of a jax mesh, a tuple of axes per dimension."""
+"""Shardings over the axes of a jax mesh, as a tuple of axes per dimension."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ Spec = tuple[tuple[str, ...], ...]
 
 
 def partition_spec(spec: Spec) -> PartitionSpec:
-    """As jax writes it."""
+    """A sharding as a jax ``PartitionSpec``."""
     used = max((d + 1 for d, entry in enumerate(spec) if entry), default=0)
     return PartitionSpec(*[e if len(e) > 1 else e[0] if e else None for e in spec[:used]])
 
 
 def spec_of(sharding: NamedSharding, rank: int) -> Spec:
-    """The reverse, for ``rank`` dimensions."""
+    """The inverse of ``partition_spec``, for ``rank`` dimensions."""
     entries = tuple(
         () if e is None else (e,) if isinstance(e, str) else tuple(e) for e in sharding.spec
     )

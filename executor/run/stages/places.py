@@ -1,4 +1,4 @@
-"""Arrays between the devices of stages."""
+"""The devices of stages, and arrays on them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from planner.stages.programs.homes import ALL
 
 @dataclass(frozen=True)
 class Places:
-    """The devices of all stages (``mesh``, whose first axis is ``stage``) and those of each; chunks
+    """The devices of all stages (``mesh``, whose first axis is ``stage``) and of each stage. Chunks
     of an interleaved schedule are stages that share devices."""
 
     mesh: Mesh
     stages: tuple[Mesh, ...]
     group: tuple[int, ...]
-    """Per stage, the number of its devices along the axis ``stage``."""
+    """Per stage, the index of its devices along the axis ``stage``."""
 
     @functools.cached_property
     def _processes(self) -> dict[int, frozenset[int]]:
@@ -36,8 +36,7 @@ class Places:
 
     @classmethod
     def of(cls, mesh: Mesh, place: Sequence[int]) -> Places:
-        """The places of a mesh with an axis ``stage``; ``place``: which group of devices each stage
-        has."""
+        """The places of a mesh with an axis ``stage``; ``place``: each stage's group of devices."""
         at = mesh.axis_names.index(STAGE)
         names = tuple(n for n in mesh.axis_names if n != STAGE)
         rows = mesh.devices.swapaxes(0, at) if at else mesh.devices
@@ -64,14 +63,14 @@ class Places:
 
     @property
     def many(self) -> bool:
-        """Whether the devices are of several processes."""
+        """Whether the devices belong to several processes."""
         return len(self._processes[ALL]) > 1
 
     @functools.cached_property
     def waits(self) -> bool:
-        """Whether a program has to end before the next one begins: on CPUs of several processes,
-        whose collectives hold a thread each while they wait, so that the work that they wait for
-        may find none."""
+        """Whether a program has to end before the next one begins. So it is on CPUs of several
+        processes: each collective blocks a thread while it waits, so there may be no thread for the
+        work that it waits for."""
         return self.many and self.mesh.devices.flat[0].platform == "cpu"
 
     def over(self, x: Any) -> bool:
@@ -84,11 +83,11 @@ class Places:
         return bool(device.process_index == jax.process_index())
 
     def put(self, x: Any, sharding: NamedSharding) -> Any:
-        """An array that this process has whole, on the devices of a sharding."""
+        """Place an array that this process has whole on the devices of a sharding."""
         return spread(x, sharding) if self.many else jax.device_put(x, sharding)
 
     def view(self, x: jax.Array, stage: int, spec: PartitionSpec, shape: Sequence[int]) -> Any:
-        """What a stage's devices hold of an array of all devices; copies nothing."""
+        """The part of an array of all devices that a stage's devices hold, without a copy."""
         held = {s.device: s.data for s in x.addressable_shards}
         mesh = self.stages[stage]
         shards = [held[d] for d in mesh.devices.flat if d in held]
@@ -104,8 +103,8 @@ class Places:
         return self.view(x, stage, spec, shape)
 
     def joined(self, parts: Sequence[Any], spec: PartitionSpec | None) -> Any:
-        """One array of all devices from a part of its first dimension on each stage; ``spec``: how
-        the parts are split, None for as the first is."""
+        """One array of all devices from a part of its first dimension on each stage; ``spec``: the
+        sharding of the parts, None for that of the first."""
         here = [(k, x) for k, x in enumerate(parts) if isinstance(x, jax.Array)]
         spec = spec_of(here[0][1]) if spec is None else spec_of_entries(spec)
         same = [
@@ -118,7 +117,7 @@ class Places:
 
 
 def spec_of(x: Any) -> PartitionSpec:
-    """How an array is split; nothing for one that JAX describes otherwise."""
+    """The PartitionSpec of an array; empty if it has no NamedSharding."""
     sharding = getattr(x, "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return PartitionSpec()
@@ -126,7 +125,7 @@ def spec_of(x: Any) -> PartitionSpec:
 
 
 def spec_of_entries(spec: PartitionSpec) -> PartitionSpec:
-    """Without what says nothing at its end."""
+    """A PartitionSpec without the empty entries at its end."""
     entries = list(spec)
     while entries and entries[-1] in (None, ()):
         entries.pop()
@@ -134,17 +133,17 @@ def spec_of_entries(spec: PartitionSpec) -> PartitionSpec:
 
 
 def absent(x: Any) -> jax.ShapeDtypeStruct:
-    """What stands for an array in a process that has none of its devices."""
+    """The placeholder for an array in a process that has none of its devices."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))
 
 
 def over_stages(spec: PartitionSpec) -> PartitionSpec:
-    """The same with the first dimension split over the stages first."""
+    """The same spec with the first dimension also split over the stages, as the major axis."""
     return split_first(spec, STAGE)
 
 
 def split_first(spec: PartitionSpec, axis: str) -> PartitionSpec:
-    """The same with the first dimension split along another axis first."""
+    """The same spec with the first dimension also split along an axis, as the major axis."""
     entries = list(spec) or [None]
     first = entries[0]
     axes = () if first is None else (first,) if isinstance(first, str) else tuple(first)
@@ -152,14 +151,14 @@ def split_first(spec: PartitionSpec, axis: str) -> PartitionSpec:
 
 
 def divides(mesh: Mesh, spec: PartitionSpec, shape: Sequence[int]) -> bool:
-    """Whether a sharding cuts a shape in equal parts."""
+    """Whether a sharding splits a shape into equal parts."""
     sizes = dict(mesh.shape)
     parts = [math.prod(sizes[a] for a in ((e,) if isinstance(e, str) else e or ())) for e in spec]
     return len(parts) <= len(shape) and all(n % k == 0 for n, k in zip(shape, parts, strict=False))
 
 
 def inside(spec: PartitionSpec) -> PartitionSpec:
-    """The same inside of a stage."""
+    """The same spec inside a stage: without the axis ``stage``."""
     out: list[Any] = []
     for e in spec:
         axes = tuple(a for a in ((e,) if isinstance(e, str) else e or ()) if a != STAGE)

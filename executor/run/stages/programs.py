@@ -1,5 +1,5 @@
-"""The programs of a step with stages, each jitted: in front of the loop over microbatches, the
-passes of every stage, and behind the loop."""
+"""The jitted programs of a step with stages: before the loop over microbatches, the passes of every
+stage, and after the loop."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ Names = tuple[Any, ...]
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A jitted function of the values named ``ins``, in order, that gives those named ``outs``, at
-    a place."""
+    """A jitted function at a place. It takes the values named ``ins``, in order, and returns those
+    named ``outs``."""
 
     ins: Names
     outs: Names
@@ -41,16 +41,16 @@ class Program:
 
 
 class Builder:
-    """Makes the programs of a step under a plan.
+    """Builds the programs of a step under a plan.
 
     Args:
         traced: the step in microbatches.
         plan: its plan.
         places: the devices.
-        apart: the step taken apart.
+        apart: the step, split into programs.
 
     Attributes:
-        inner, outer: how what leaves its place is split, by value of a microbatch and outside.
+        inner, outer: shardings of values that leave their place, in a microbatch and outside.
     """
 
     def __init__(self, traced: Traced, plan: Plan, places: Places, apart: Apart) -> None:
@@ -68,8 +68,8 @@ class Builder:
     def _specs(
         self, calls: Sequence[Call], values: frozenset[int], ops: Mapping[int, range]
     ) -> dict[int, PartitionSpec]:
-        """How values that leave their place are split: as the plan says; where it does not, as one
-        of the same shape, and between processes not at all."""
+        """Shardings of values that leave their place: those of the plan. Between processes, a value
+        without one gets that of a value of the same shape, or is not split."""
         mesh, said = self.places.stages[0], self.lowered[0].shardings
         specs: dict[int, PartitionSpec] = {}
         alike: dict[tuple[int, ...], PartitionSpec] = {}
@@ -91,11 +91,11 @@ class Builder:
     def _held(
         self, place: int, values: Sequence[int], specs: Mapping[int, PartitionSpec]
     ) -> list[NamedSharding | None]:
-        """The shardings that results are given; None leaves it to the compiler."""
+        """The shardings of results; None leaves one to the compiler."""
         return [self.places.sharding(place, specs[v]) if v in specs else None for v in values]
 
     def evaluate(self, calls: Sequence[Call], env: dict[int, Any], place: int) -> None:
-        """Run calls under the plan's constraints; on all devices without."""
+        """Run calls under the plan's constraints, or without them at the place ``ALL``."""
         if place == ALL:
             FlatJaxpr.run(calls, env)
             return
@@ -118,7 +118,7 @@ class Builder:
         place: int,
         shardings: Mapping[int, Any],
     ) -> Program:
-        """What is made once, in front of the loop."""
+        """The program of values that are computed once, before the loop."""
 
         def ahead(*values: Any) -> list[Any]:
             env = dict(zip(ins, values, strict=True))
@@ -129,7 +129,7 @@ class Builder:
         return Program(tuple(ins), tuple(outs), place, jax.jit(ahead, out_shardings=held))
 
     def task(self, task: Task, given: frozenset[int], consts: Mapping[int, Any]) -> Program:
-        """A pass of a stage; ``given``: slices of the state that it need not make."""
+        """The program of a pass; ``given``: slices of the state that are passed to it."""
         calls = [c for c in task.calls if not given.intersection(c.outs)]
         read = {v for c in calls for v in c.ins if isinstance(v, int)}
         read |= {*task.sums, *task.stacked}
@@ -157,9 +157,9 @@ class Builder:
         shardings: Mapping[int, Any],
         given: frozenset[int],
     ) -> Program:
-        """What is done behind the loop at one place and level; reads sums as ``("sum", value)``,
+        """The program after the loop at one place and level. It reads sums as ``("sum", value)``,
         pieces of all stages as ``("joined", result)``, stacks as ``("stack", value, microbatch)``.
-        ``given``: arguments whose memory it may take.
+        ``given``: arguments that are donated to it.
         """
         loop = split.body.call
         results = {v: k for k, v in enumerate(loop.outs)}

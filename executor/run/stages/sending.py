@@ -1,9 +1,9 @@
-"""Arrays from the devices of one stage to those of another, of one process or several.
+"""Sends arrays from the devices of one stage to those of another, within or between processes.
 
-Within one process ``device_put`` copies them. Between processes every process that has devices of
-either stage runs one small program over both: a collective permutation of pairs of devices. As all
-processes walk the same list of tasks, they run these programs in the same order, and none waits for
-a program that another does not run.
+Within one process, ``device_put`` copies them. Between processes, every process that has devices of
+either stage runs one small program over both: a collective permute between pairs of devices. All
+processes follow the same list of tasks, so they run these programs in the same order, and none
+waits for a program that another does not run.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class Sender:
     def moved(
         self, values: Sequence[Any], before: int, after: int, specs: Sequence[PartitionSpec]
     ) -> list[Any]:
-        """Arrays of one place at another, split in the same way.
+        """Move arrays from one place to another, with the same shardings.
 
         Args:
-            values: the arrays, or what stands for them.
+            values: the arrays, or their placeholders.
             before, after: the places.
-            specs: how each is split.
+            specs: the sharding of each.
         """
         places = self.places
         if before == after or (ALL not in (before, after) and self._same(before, after)):
@@ -69,10 +69,10 @@ class Sender:
         return self.places.stages[before] is self.places.stages[after]
 
     def _from_all(self, x: Any, after: int, spec: PartitionSpec) -> Any:
-        """What a stage holds of an array that every device has whole, or its part of the stage."""
+        """An array of all devices, moved to the devices of a stage."""
         places = self.places
         is_placed = getattr(getattr(x, "sharding", None), "mesh", None) == places.mesh
-        if is_placed and places.over(x):  # a program of all processes
+        if is_placed and places.over(x):  # a program that all processes run
             x = jax.device_put(x, places.sharding(ALL, spec))
         if not places.mine(after):
             return absent(x)
@@ -133,7 +133,7 @@ class Sender:
     def _blank(
         self, sharding: NamedSharding, shape: tuple[int, ...], dtype: Any
     ) -> dict[jax.Device, jax.Array]:
-        """Zeros for the devices of this process, in place of what they don't send."""
+        """Zeros on the devices of this process, for those that send nothing."""
         key = sharding, shape, str(dtype)
         if key not in self._blanks:
             part = sharding.shard_shape(shape)
@@ -172,7 +172,7 @@ class Sender:
 
 
 def inner(spec: PartitionSpec) -> PartitionSpec:
-    """The same without the axis that ``split_first`` put in front."""
+    """The same spec without the axis that ``split_first`` added."""
     first = spec[0]
     axes = () if isinstance(first, str) else tuple(first)[1:]
     entries = [axes if len(axes) > 1 else axes[0] if axes else None, *spec[1:]]
@@ -182,15 +182,15 @@ def inner(spec: PartitionSpec) -> PartitionSpec:
 
 
 def placed(x: Any, sharding: NamedSharding, path: str) -> jax.Array:
-    """An argument on the devices where a stage wants it, of which this process may have none.
+    """Place an argument on the devices of a stage, of which this process may have none.
 
     Args:
-        x: an array that every process has, or one that lies over the processes.
-        sharding: the devices, and how it is split.
-        path: what it is, for the error.
+        x: an array that every process has, or one that is distributed over the processes.
+        sharding: its sharding on these devices.
+        path: name of the argument, for the error.
 
     Raises:
-        RequestError: it lies on devices of several processes, and not there.
+        RequestError: the array is on other devices, of several processes.
     """
     if getattr(x, "sharding", None) == sharding:
         return x  # type: ignore[no-any-return]
@@ -208,7 +208,7 @@ def placed(x: Any, sharding: NamedSharding, path: str) -> jax.Array:
 
 
 def nowhere(x: Any, sharding: NamedSharding) -> jax.Array:
-    """An array of which this process has nothing."""
+    """An array of which this process has no shards."""
     impl = key_impl(x)
     if impl is not None:
         keys: jax.Array = jax.random.wrap_key_data(nowhere(_bits(x), sharding), impl=impl)
@@ -220,14 +220,14 @@ def nowhere(x: Any, sharding: NamedSharding) -> jax.Array:
 
 
 def key_impl(x: Any) -> Any:
-    """The generator of random keys; None for other arrays."""
+    """The PRNG implementation of random keys; None for other arrays."""
     if not jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
         return None
     return jax.random.key_impl(jax.numpy.empty((0,), x.dtype))
 
 
 def _bits(x: Any) -> Any:
-    """The integers of random keys."""
+    """The key data of random keys."""
     if isinstance(x, jax.Array):
         return jax.random.key_data(x)
     return absent(jax.eval_shape(jax.random.key_data, x))

@@ -1,13 +1,13 @@
-"""A scheduled module: collectives and estimated cycles, loops multiplied out.
+"""A scheduled module: collectives and estimated cycles, multiplied by the trips of loops.
 
-What is counted, once per run of the step on one device:
+Counts are per run of the step on one device:
 
-- a collective wherever it stands: at top level, in a called or fused computation, behind an
-  ``async-start`` or ``call-start``, or as a ``-start`` / ``-done`` pair (counted at the start);
-- of XLA:TPU's chains once: it spreads an asynchronous collective over several fusions, and each of
-  them holds the whole collective again, with one ``chain_id`` (counted where it is started);
-- times the trips of the loops around it (`executor.verify.hlo.loops`); a branch of a
-  conditional counts one over the number of branches, as in a plan.
+- A collective counts wherever it is: at top level, in a called or fused computation, behind an
+  ``async-start`` or ``call-start``, or as a ``-start`` / ``-done`` pair (counted at the start).
+- A chain of XLA:TPU counts once, where it starts: XLA:TPU spreads an asynchronous collective over
+  several fusions with one ``chain_id``, each of which contains the whole collective.
+- The count is multiplied by the trips of the loops around it (`executor.verify.hlo.loops`). A
+  branch of a conditional counts one over the number of branches, as in a plan.
 
 Payload of a collective (bytes on one device, layouts and padding left out), as in a plan: the
 gathered result of an all-gather, the unreduced input of a reduce-scatter, the tensor of an
@@ -49,11 +49,11 @@ _STARTS_CHAIN = "AsyncCollectiveStart"
 class HloCollective:
     """A collective of a compiled module.
 
-    ``count`` is how often it runs a step, ``group_size`` how many devices take part, ``groups``
-    the device numbers of each group (empty for a permute), ``payload_bytes`` and ``wire_bytes``
-    are of one run on one device, ``name`` the operation of the step that it comes from.
-    ``beside_cycles`` are the compiler's cycles of what is scheduled between its start and its end;
-    0 for one that blocks.
+    ``count`` is the number of runs per step, ``group_size`` the number of devices that take part,
+    and ``groups`` the device numbers of each group (empty for a permute). ``payload_bytes`` and
+    ``wire_bytes`` are for one run on one device. ``name`` is the operation of the step that it
+    comes from. ``beside_cycles`` are the compiler's cycles of what is scheduled between its start
+    and its end; 0 for one that blocks.
     """
 
     kind: str
@@ -68,7 +68,7 @@ class HloCollective:
 
 @dataclass(frozen=True)
 class Total:
-    """Sums over collectives, loops multiplied out; bytes of one device a step."""
+    """Sums over collectives, multiplied by the trips of loops; bytes are per device and step."""
 
     count: float
     payload_bytes: float
@@ -80,8 +80,8 @@ class Module:
     """What one device does in a step.
 
     ``cycles`` sums the compiler's ``estimated_cycles`` of all operations but collectives (TPU; 0
-    elsewhere). ``notes`` names loops whose trips are not known; they count once.
-    ``unpriced_bytes``: memory traffic of what has no such estimate: gathers, scatters, sorts.
+    elsewhere). ``notes`` names loops whose trips are unknown; they count once. ``unpriced_bytes``
+    is the memory traffic of operations without such an estimate: gathers, scatters, sorts.
     """
 
     collectives: tuple[HloCollective, ...]
@@ -98,7 +98,7 @@ class Module:
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that one device sends a step."""
+        """Bytes that one device sends per step."""
         return total(self.collectives).wire_bytes
 
 
@@ -135,8 +135,8 @@ def read_module(text: str) -> Module:
 
 
 def text_counts(text: str) -> dict[str, int]:
-    """How many collectives stand in the text of a module, by kind: one inside a loop counts once,
-    an asynchronous pair once.
+    """The number of collectives in the text of a module, by kind. A collective inside a loop counts
+    once, and so does an asynchronous pair.
 
     Raises:
         ValueError: not HLO text.
@@ -151,7 +151,7 @@ def text_counts(text: str) -> dict[str, int]:
 
 
 class _Reader:
-    """Walks the computations from the entry with the weight of the loops around."""
+    """Walks the computations from the entry, with the trips of surrounding loops as weights."""
 
     def __init__(self, computations: Mapping[str, Computation], devices: int) -> None:
         self.computations, self.devices = computations, devices
@@ -205,8 +205,8 @@ class _Reader:
         yield from ((name, share) for name in names if name in self.computations)
 
     def _unpriced(self, computation: Computation, at: Instruction) -> float:
-        """Bytes that an instruction without estimated cycles reads and writes. Of a table, the
-        largest operand, no more than the other operands and the result are touched."""
+        """Bytes that an instruction without estimated cycles reads and writes. Its largest operand
+        is a table, of which only as much is touched as the other operands and the result have."""
         if at.cycles or at.opcode in _MOVES_NOTHING or at.opcode.endswith(("-start", "-done")):
             return 0.0
         inside = [self.computations[c] for c in at.callees if c in self.computations]
@@ -235,16 +235,16 @@ class _Reader:
 
 
 Chain = tuple[str, str]
-"""Numbers of a chain and of its channel."""
+"""Ids of a chain and of its channel."""
 
 
 def _chain(at: Instruction) -> Chain | None:
-    """The chain of fusions that runs a collective, if it is one of several."""
+    """The chain of fusions that an instruction is in, if there is one."""
     return (at.chain, at.channel) if at.chain else None
 
 
 def _chain_starts(computations: Mapping[str, Computation]) -> dict[Chain, tuple[str, str]]:
-    """Where each chain is started: the computation, and the collective that the start reads."""
+    """Where each chain starts: the computation, and the collective that the start reads."""
     starts: dict[Chain, tuple[str, str]] = {}
     for name, computation in computations.items():
         for start in computation.instructions.values():
@@ -261,8 +261,8 @@ def _chain_starts(computations: Mapping[str, Computation]) -> dict[Chain, tuple[
 def _beside(
     computations: Mapping[str, Computation], computation: Computation
 ) -> dict[Chain | str, float]:
-    """Cycles scheduled between start and end of the asynchronous collectives of a computation: by
-    chain, and for a ``-start`` by its computation and name."""
+    """Cycles scheduled between start and end of the asynchronous collectives of a computation, by
+    chain, or for a ``-start`` by its computation and name."""
     begun: dict[Chain | str, float] = {}
     cycles: dict[Chain | str, float] = {}
     passed = 0.0

@@ -1,4 +1,4 @@
-"""How often a loop of a compiled module runs."""
+"""Trip counts of the loops in a compiled module."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _PASSED_ON = ("copy", "copy-start", "copy-done", "bitcast", "convert", "reshape"
 def trip_count(
     computations: Mapping[str, Computation], caller: Computation, loop: Instruction
 ) -> int | None:
-    """How often a ``while`` runs, or None.
+    """How often a ``while`` runs, or None if that is unknown.
 
-    From ``known_trip_count`` where the compiler wrote it; else from a condition ``counter < bound``
-    with constant bound, start (0 where it can't be seen) and step (1 likewise).
+    Uses ``known_trip_count`` where the compiler wrote it, else a condition ``counter < bound`` with
+    a constant bound, start (0 if unknown) and step (1 if unknown).
     """
     if loop.trips is not None:
         return loop.trips
@@ -45,7 +45,7 @@ class _Test:
 
 
 def _test(computations: Mapping[str, Computation], condition: Computation) -> _Test | None:
-    """The comparison that a condition returns, also where it stands in a fusion."""
+    """The comparison that a condition returns, also if it is inside a fusion or a call."""
     root = condition.instructions.get(condition.root)
     if root is None:
         return None
@@ -74,7 +74,7 @@ def _test(computations: Mapping[str, Computation], condition: Computation) -> _T
 
 
 def _followed(computation: Computation, name: str) -> Instruction | None:
-    """The instruction that makes a value, copies and conversions passed over."""
+    """The instruction that produces a value, skipping copies and conversions."""
     at = computation.instructions.get(name)
     while at is not None and at.opcode in _PASSED_ON:
         at = computation.instructions.get(next(iter(at.operands), ""))
@@ -87,7 +87,7 @@ def _constant(computation: Computation, name: str) -> int | None:
 
 
 def _element(computation: Computation, name: str) -> int | None:
-    """Which element of the computation's parameter a value is."""
+    """The index of a value in the computation's parameter, or None if it is no element of it."""
     at = _followed(computation, name)
     if at is None or at.opcode != "get-tuple-element":
         return None

@@ -34,9 +34,9 @@ from planner.search.registry import options_of, solve
 
 FOUND, NOTHING_FEASIBLE, INTERRUPTED = 0, 4, 130
 LEAVE_S = 1.0
-"""Seconds that a solver has to stop before the process ends without it."""
+"""Seconds that a solver has to stop before the process exits without it."""
 LEAST_S = 0.1
-"""Seconds that the search has where reading took all of them."""
+"""Seconds for the search if reading took the whole time limit."""
 
 _MORE = """\
 PROBLEM is an instance in the form of the IOPDDL contest, or what planner inspect --dump-problem
@@ -79,13 +79,14 @@ def run_search(options: argparse.Namespace) -> int:
     """Read, search, write, print.
 
     Args:
-        options: what ``add_search``'s parser made.
+        options: the parsed arguments of ``add_search``'s parser.
 
     Returns:
-        0 found, 4 nothing feasible was found, 130 interrupted (the best so far is written).
+        The exit code: 0 for a feasible choice, 4 for none, 130 if interrupted (the best choice so
+        far is written).
 
     Raises:
-        RequestError: the file or an option is not what it should be.
+        RequestError: the file or an option is invalid.
     """
     limit_s = _seconds(options.time_limit)
     extra = _extra(options)
@@ -110,8 +111,8 @@ def run_search(options: argparse.Namespace) -> int:
 
 
 def _left(code: int) -> int:
-    """The exit code. Where a solver still runs, which stops late in its presolve, the process ends
-    here: everything is written, and an interpreter that shut down would wait for the solver."""
+    """The exit code. If a solver still runs (solvers stop late in presolve), the process exits
+    here: everything is written, and a normal shutdown would wait for the solver."""
     sys.stdout.flush()
     sys.stderr.flush()
     for thread in [t for t in threading.enumerate() if t.name == THREAD]:
@@ -124,7 +125,7 @@ def _left(code: int) -> int:
 def _searched(
     name: str, problem: Problem, limit_s: float, read_s: float, extra: dict[str, int]
 ) -> tuple[Solution, bool]:
-    """The solution, and whether Ctrl-C cut it short; what reading took is off the limit."""
+    """The solution, and whether Ctrl-C cut it short. Reading time counts toward the limit."""
     left_s = max(LEAST_S, limit_s - read_s)
 
     def search() -> Solution:
@@ -138,7 +139,7 @@ def _searched(
     except ValueError as error:
         raise RequestError(f"search {name}: {error}; choose another search") from error
     except KeyboardInterrupt:
-        # The second one. The search still runs, and a proper exit would wait for it.
+        # The second Ctrl-C. The search still runs, and a normal exit would wait for it.
         for child in multiprocessing.active_children():
             child.terminate()
         print("planner: interrupted", file=sys.stderr, flush=True)
@@ -184,7 +185,7 @@ def _read(path: Path) -> Problem:
 
 
 def _check_writable(path: Path) -> None:
-    """Find out before the search, not after it, and leave things as they were."""
+    """Check before the search that a file can be written; leaves it as it was."""
     there = path.exists()
     try:
         path.open("ab").close()

@@ -1,4 +1,4 @@
-"""``planner inspect model.py --placement auto``: which parameters would lie on servers, and why."""
+"""``planner inspect model.py --placement auto``: which parameters would be on servers, and why."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _RULE = re.compile(r"(.*?)=(\w+)(?:,|$)", re.DOTALL)
 
 
 def placement_from_text(text: str) -> str | dict[str, str]:
-    """What ``parse_placement`` takes, from ``auto`` or rules such as ``embed=ps,head=ps_whole``.
+    """Parse ``auto``, or rules such as ``embed=ps,head=ps_whole``, for ``parse_placement``.
 
-    A rule ends with the first ``=place`` that a comma or the end follows, so that commas and equals
-    signs may be in its regular expression.
+    A rule ends with the first ``=place`` before a comma or the end, so its regular expression may
+    contain commas and equals signs.
 
     Raises:
-        RequestError: it is neither.
+        RequestError: the text is neither.
 
     >>> placement_from_text("embed_[0-9]{1,2}=ps,=ps_whole")
     {'embed_[0-9]{1,2}': 'ps', '': 'ps_whole'}
@@ -60,14 +60,14 @@ def placement_from_text(text: str) -> str | dict[str, str]:
 
 @dataclass(frozen=True)
 class PlacedTarget:
-    """What ``--placement`` finds.
+    """The result of ``--placement``.
 
     Attributes:
-        placement: where parameters lie.
-        others: of the parameters that it does not name, all under SPMD, (path, bytes).
-        planned: the step of what is under SPMD.
+        placement: where parameters are.
+        others: (path, bytes) of the parameters that it does not name, all under SPMD.
+        planned: the plan of the step with the parameters under SPMD.
         call: that step.
-        options: of ``make_plan`` with which it was planned.
+        options: the options of ``make_plan`` for that step.
     """
 
     placement: Placement
@@ -85,7 +85,7 @@ def place_target(target: Target, options: argparse.Namespace) -> PlacedTarget:
         ModelError: the user's code failed.
     """
     placement = placement_from_text(options.placement)
-    parse_placement(placement)  # before anything of the user's runs
+    parse_placement(placement)  # fails before the user's code runs
     check_options(options)
     loss = resolve_loss(target)
     merged = asked_options(options)

@@ -1,4 +1,4 @@
-"""The facts of the groups and the buffers of a step."""
+"""Checks of the facts of groups and of the buffers of a step."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def check_facts(analysis: Analysis) -> None:
 
 
 def check_buffer(buffer: Buffer, graph: Graph, layouts: Layouts, end: int) -> None:
-    """Demand that a buffer is there within the moments [0, end), laid out by its group."""
+    """Demand that a buffer lives within the moments [0, end), with a layout of its group."""
     where = f"buffer of %{buffer.value} in group {buffer.group}"
     demand(
         0 <= buffer.start < buffer.end <= end,
@@ -79,14 +79,14 @@ def check_buffer(buffer: Buffer, graph: Graph, layouts: Layouts, end: int) -> No
 
 
 def _agree(where: str, group: Group, facts: Facts) -> None:
-    """The facts repeat what the group says of itself."""
+    """Demand that facts agree with the fields of their group."""
     for name in ("kind", "sizes", "shardable", "reduction", "decisions"):
         stated, expected = getattr(facts, name), getattr(group, name)
         demand(stated == expected, where, f"{name} is {stated}, the group has {expected}")
 
 
 def _inside(where: str, facts: Facts) -> None:
-    """Everything in the facts is about factors of the group; counts are finite."""
+    """Demand that facts name only factors of the group, and that counts are finite."""
     count = len(facts.sizes)
     for k, work in enumerate(facts.work):
         part = f"{where}, work {k}"
@@ -125,8 +125,8 @@ def _is_count(number: float) -> bool:
 
 
 def _written(analysis: Analysis) -> None:
-    """Readers of written values exist (the one behind the last operation is the caller); what is
-    said per input and per value is of that length."""
+    """Demand that readers of written values exist (the number after the last operation is the
+    caller), and that data per input or per value have the right length."""
     graph, scheduled = analysis.graph, analysis.scheduled
     for what, got, expected in (
         ("readers", len(analysis.reads), len(graph.values)),

@@ -1,4 +1,4 @@
-"""The classes of equal groups: what is said of a class holds for all of its members."""
+"""Checks of the classes of equal groups: the data of a class hold for all of its members."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def check_classes(quotient: Quotient) -> None:
 
 
 def _members(quotient: Quotient) -> None:
-    """Every group has a class that counts it and has its facts."""
+    """Demand that every group has a class that counts it and has the same facts."""
     whole, part, color = quotient.whole, quotient.part, quotient.color
     count = len(whole.groups.groups)
     demand(len(color) == count, "classes", f"{len(color)} colors for {count} groups")
@@ -61,7 +61,7 @@ def _members(quotient: Quotient) -> None:
 
 
 def _flows(quotient: Quotient) -> None:
-    """Between two classes as much flows as between their members."""
+    """Demand that links between two classes have the total weight of those of their members."""
     same = range(len(quotient.part.groups.groups))
     expected = _weights(quotient.whole, quotient.color)
     got = _weights(quotient.part, same)
@@ -76,7 +76,7 @@ def _flows(quotient: Quotient) -> None:
 
 
 def _weights(analysis: Analysis, color: Sequence[int]) -> dict[tuple[Any, ...], float]:
-    """The weights of links, summed over those of equal ends, layouts and sizes."""
+    """The weights of links, summed over links with equal ends, layouts and sizes."""
     out: dict[tuple[Any, ...], list[float]] = {}
     for x in analysis.groups.links:
         marks = (x.partial, x.a_use, x.gradient, x.off_path, x.nbytes)
@@ -85,7 +85,7 @@ def _weights(analysis: Analysis, color: Sequence[int]) -> dict[tuple[Any, ...], 
 
 
 def _memory(quotient: Quotient) -> None:
-    """At every moment that is kept, the classes hold the bytes of their members, kind by kind."""
+    """Demand that classes hold the bytes of their members, by kind, at every quotient moment."""
     moments = np.asarray(quotient.moments, np.int64)
     class_buffers, member_buffers = quotient.part.buffers, quotient.whole.buffers
     same = range(len(quotient.part.groups.groups))
@@ -106,7 +106,7 @@ def _memory(quotient: Quotient) -> None:
 
 
 _Kind = tuple[int, Layout, Port, When | None, Memory]
-"""The class and what else the bytes of a buffer on a device follow from."""
+"""The class of a buffer, and the other fields that determine its bytes on a device."""
 
 
 def _kind(buffer: Buffer, color: Sequence[int]) -> _Kind:
@@ -119,7 +119,7 @@ def _held(
     moments: NDArray[np.int64],
     numbers: Mapping[_Kind, int],
 ) -> NDArray[np.float64]:
-    """[kinds, moments] bytes that are there."""
+    """[kinds, moments] bytes that are alive."""
     change = np.zeros((len(numbers), len(moments) + 1))
     kinds = np.array([numbers[_kind(b, color)] for b in buffers], np.intp)
     nbytes = np.array([b.nbytes for b in buffers])

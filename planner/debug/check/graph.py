@@ -1,4 +1,4 @@
-"""The graph: what it says of itself, and regions, blocks, ties and roles."""
+"""Checks of the graph: ``Graph.verify``, values and their roles, regions, ties and blocks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def check_graph(graph: Graph) -> None:
 
 
 def _values(graph: Graph) -> None:
-    """Numbers, producers and the inputs that values belong to."""
+    """Demand valid numbers and producers of values, and that they belong to inputs."""
     demand(
         len(graph.inputs) == len(graph.input_paths), "graph", "inputs and paths differ in number"
     )
@@ -47,7 +47,7 @@ def _values(graph: Graph) -> None:
 
 
 def _regions(graph: Graph) -> None:
-    """Regions stand behind their parents and run as often as these say."""
+    """Demand that regions come after their parents and run a finite number of times."""
     for position, region in enumerate(graph.regions):
         where = f"region {region.index} ({region.kind})"
         demand(region.index == position, where, f"stands at {position}")
@@ -62,7 +62,7 @@ def _regions(graph: Graph) -> None:
 
 
 def _ties(graph: Graph) -> None:
-    """Ties join an input and a result of one type, each at most once."""
+    """Demand that ties join an input and a result of one shape, each at most once."""
     for i, o in graph.ties:
         where = f"tie of input {i} and result {o}"
         within(where, "input", (i,), len(graph.inputs))
@@ -81,7 +81,7 @@ def _ties(graph: Graph) -> None:
 
 
 def _blocks(graph: Graph) -> None:
-    """Blocks lie apart within the operations; the segments say the same; copies are equal."""
+    """Demand that blocks are disjoint, segments match them, and the copies of a block are equal."""
     expected = [(-1, 0)] * len(graph.ops)
     for number, block in enumerate(graph.blocks):
         where = f"block {number}"

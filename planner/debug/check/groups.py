@@ -1,4 +1,4 @@
-"""The decisions: groups and their factors, homes of values, layouts of operations, links."""
+"""Checks of the groups: factors, homes of values, layouts of operations, and links."""
 
 from __future__ import annotations
 
@@ -54,12 +54,13 @@ def check_link(link: GroupLink, groups: tuple[Group, ...], graph: Graph, layouts
 
 
 def link_place(link: GroupLink) -> str:
-    """Which link it is, in words."""
+    """A text that identifies a link."""
     return f"link of %{link.value} from group {link.a} to group {link.b}"
 
 
 def _homes(groups: Groups, graph: Graph, layouts: Layouts) -> None:
-    """Every value that can be split and is not left out has a home of its shape."""
+    """Demand that every value that can be split has a home of its shape, if its operation is
+    live."""
     live = graph.live_ops()
     demand(
         len(groups.home) == len(graph.values),
@@ -75,7 +76,7 @@ def _homes(groups: Groups, graph: Graph, layouts: Layouts) -> None:
 
 
 def _operations(groups: Groups, graph: Graph, layouts: Layouts) -> None:
-    """Operations stand in the group that lays out their operands and results."""
+    """Demand that operations are in the group that lays out their operands and results."""
     demand(
         len(groups.op_layouts) == len(groups.fusable) == len(graph.ops),
         "layouts of operations",
@@ -107,7 +108,7 @@ def _operations(groups: Groups, graph: Graph, layouts: Layouts) -> None:
 
 
 def _ends(link: GroupLink, groups: Groups, graph: Graph) -> None:
-    """The operation and operand of a link are those through which its value flows."""
+    """Demand that a link's value flows through its operation and operand."""
     where = link_place(link)
     demand((link.a, link.src) != (link.b, link.dst), where, "leads nowhere")
     if link.operand == -1:

@@ -1,4 +1,4 @@
-"""Checks that several stages share: places, and layouts of values in groups."""
+"""Checks that several stages share: indices, and layouts of values in groups."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from planner.space.groups import Group
 
 
 def demand(holds: bool, where: str, wrong: str) -> None:
-    """Raise InternalError with the place and the fault unless something holds."""
+    """Raise InternalError with the place and the fault unless a condition holds."""
     if not holds:
         raise InternalError(f"{where}: {wrong}")
 
 
 def within(where: str, what: str, numbers: Iterable[int], count: int) -> None:
-    """Demand that numbers are indices of ``count`` things."""
+    """Demand that numbers are indices below ``count``."""
     for n in numbers:
         if not 0 <= n < count:
             raise InternalError(f"{where}: {what} {n} of {count}")
@@ -25,10 +25,10 @@ def within(where: str, what: str, numbers: Iterable[int], count: int) -> None:
 
 @dataclass
 class Layouts:
-    """Checks layouts against groups; equal ones once.
+    """Checks layouts against groups; equal layouts are checked once.
 
-    ``exact``: the factor of a dimension makes up its whole size; otherwise it divides it (of a
-    merged dimension a layout names the major factor).
+    ``exact``: the factor of a dimension has its whole size; otherwise, it divides that size (for a
+    merged dimension, a layout names the major factor).
     """
 
     groups: Sequence[Group]

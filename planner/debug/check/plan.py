@@ -1,4 +1,4 @@
-"""A plan obeys its schema, is what its file says, and is for the step that was traced."""
+"""Checks that a plan obeys its schema, equals its JSON form, and is for the traced step."""
 
 from __future__ import annotations
 

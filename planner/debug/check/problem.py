@@ -1,4 +1,4 @@
-"""The problem of a mesh: well formed, and about the strategies of the groups."""
+"""Checks that the problem of a mesh is well formed and matches the strategies of the groups."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def _check(priced: Priced) -> None:
 
 
 def _strategies(group: Group, chosen: StrategySet, mesh: tuple[int, ...]) -> None:
-    """Rows name factors that can be split, and that the mesh axes divide; the use splits no more
-    than the store."""
+    """Demand that strategies split only factors that can be split and that the mesh axes divide,
+    and that the use splits no more than the store."""
     where = f"strategies of group {group.index} {group.name}"
     shape = (chosen.count, len(mesh))
     demand(chosen.count > 0, where, "there are none")
@@ -78,6 +78,6 @@ def _strategies(group: Group, chosen: StrategySet, mesh: tuple[int, ...]) -> Non
 
 
 def _parts(store: IntArray, factor: int, mesh: tuple[int, ...]) -> IntArray:
-    """[strategies] into how many parts a factor is cut."""
+    """[strategies] the number of parts into which a factor is cut."""
     out: IntArray = np.prod(np.where(store == factor, np.asarray(mesh), 1), axis=1)
     return out

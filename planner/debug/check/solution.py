@@ -1,4 +1,4 @@
-"""A solution is what it says, by the one evaluator."""
+"""Checks that the numbers of a solution match the evaluator's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from planner.debug.check.layouts import demand
 from planner.search.problem import Problem, Solution, evaluate, fits, memory_profile
 
 CLOSE = 1e-9
-"""Relative difference that sums in another order may have."""
+"""Relative difference that another order of summation may cause."""
 
 
 def check_solution(*tried: tuple[Priced, Solution]) -> None:
@@ -25,7 +25,7 @@ def check_solution(*tried: tuple[Priced, Solution]) -> None:
 
 
 def check_answer(problem: Problem, solution: Solution, where: str) -> None:
-    """Demand that ``solution`` answers ``problem``."""
+    """Demand that ``solution`` is a solution of ``problem`` with the right numbers."""
     choice = solution.choice
     demand(
         len(choice) == len(problem.names), where, f"{len(choice)} of {len(problem.names)} choices"
@@ -52,7 +52,7 @@ def check_answer(problem: Problem, solution: Solution, where: str) -> None:
 
 
 def _bytes_at(problem: Problem, solution: Solution) -> float:
-    """What is live at the moment that the solution calls its peak, in the fullest pool."""
+    """The live bytes in the fullest pool at the solution's peak moment."""
     moments, nbytes = memory_profile(problem, solution.choice)
     firsts = [pool.first for pool in problem.pools] or [0]
     positions = [

@@ -15,11 +15,11 @@ from planner.search.problem import Solution
 
 
 def stage_text(stage: Stage, values: tuple[Any, ...], *, whole: bool = False) -> str:
-    """What a stage made, as text.
+    """The values of a stage as text.
 
     Args:
         stage: the stage.
-        values: those that it handed to ``planner.debug.stages.passed``.
+        values: the values that it passed to ``planner.debug.stages.passed``.
         whole: print every copy of repeated blocks, and the problem of the whole step instead of
             that of its classes.
 

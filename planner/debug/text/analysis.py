@@ -1,4 +1,4 @@
-"""What the groups of a step do and hold, as text."""
+"""The work and the buffers of a step's groups as text."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def analysis_text(analysis: Analysis, *, folded: bool = False) -> str:
     """Facts of the groups and buffers, one line per item.
 
     Args:
-        analysis: of a whole step.
-        folded: leave out what stands in later copies of repeated blocks.
+        analysis: the analysis of a whole step.
+        folded: leave out items in later copies of repeated blocks.
     """
     graph, groups = analysis.graph, analysis.groups.groups
     repeated = repeated_groups(analysis.groups, graph) if folded else frozenset()
@@ -50,7 +50,7 @@ def analysis_text(analysis: Analysis, *, folded: bool = False) -> str:
 
 
 def facts_lines(facts: Facts) -> Iterator[str]:
-    """What a group does: a line per kind of work, reduction, stored, hosted and fed array."""
+    """The facts of a group: a line per kind of work, reduction, stored, hosted and fed array."""
     for work in facts.work:
         yield _work(work)
     for r in facts.reductions:
@@ -99,7 +99,7 @@ def buffer_lines(
 
     Args:
         buffers: the buffers.
-        what: what their ``group`` is called.
+        what: the word for their ``group``.
         moments: the operation of each moment, if moments are not operations.
     """
     for b in buffers:

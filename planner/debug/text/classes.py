@@ -8,8 +8,8 @@ from planner.step.classes import Quotient
 
 
 def classes_text(quotient: Quotient) -> str:
-    """Classes with their members, the links between them, the moments that can be the peak and what
-    is held then; one line per item."""
+    """Classes with their members, the links between them, the moments that can be the peak, and the
+    buffers; one line per item."""
     part, whole = quotient.part, quotient.whole
     members: list[list[int]] = [[] for _ in part.groups.groups]
     for member, color in enumerate(quotient.color):

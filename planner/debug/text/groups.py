@@ -1,4 +1,4 @@
-"""Decisions as text: groups with the values that live in them, and links."""
+"""Groups as text, with the values that live in them, and links."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def groups_text(groups: Groups, graph: Graph, *, folded: bool = False) -> str:
     """Groups and links, one line each.
 
     Args:
-        groups: the decisions.
+        groups: the groups.
         graph: the step that they belong to.
-        folded: leave out what stands in later copies of repeated blocks.
+        folded: leave out items in later copies of repeated blocks.
     """
     homes: list[dict[Layout, list[int]]] = [{} for _ in groups.groups]
     for value, home in enumerate(groups.home):

@@ -1,4 +1,4 @@
-"""What several printers share: ranges, layouts, factors, and what stands in a repeated copy."""
+"""Helpers that several printers share: ranges, layouts, factors, items of repeated blocks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from planner.space.groups import Group, GroupLink, Groups
 
 
 def ranges(numbers: Iterable[int], prefix: str = "") -> str:
-    """Numbers in order, runs as ranges.
+    """Numbers in order, with consecutive ones as ranges.
 
     >>> ranges([4, 1, 2, 3, 9], "%")
     '%1-4 %9'
@@ -45,7 +45,7 @@ def number(value: float) -> str:
 
 
 def group_text(group: Group, count: int = 1) -> str:
-    """One decision: its factors, ``!`` behind those that are kept whole."""
+    """One group with its factors; ``!`` follows those that stay whole."""
     pairs = zip(group.sizes, group.shardable, strict=True)
     factors = " ".join(f"f{k}={n}{'' if able else '!'}" for k, (n, able) in enumerate(pairs))
     times = f" x{count}" if count > 1 else ""
@@ -57,7 +57,7 @@ def group_text(group: Group, count: int = 1) -> str:
 
 
 def link_text(link: GroupLink, graph: Graph) -> str:
-    """One flow of a value between two decisions."""
+    """One link: the flow of a value between two groups."""
     if link.operand == -1:
         why = "next value of an input"
     else:
@@ -70,12 +70,12 @@ def link_text(link: GroupLink, graph: Graph) -> str:
 
 
 def later_copies(graph: Graph) -> frozenset[int]:
-    """The operations that stand in another copy of a repeated block than the first."""
+    """The operations in copies of a repeated block other than the first."""
     return frozenset(op.index for op in graph.ops if op.segment[1] > 0)
 
 
 def repeated_groups(groups: Groups, graph: Graph) -> frozenset[int]:
-    """The groups all of whose operations stand in later copies of repeated blocks."""
+    """The groups whose operations are all in later copies of repeated blocks."""
     later = later_copies(graph)
     group_ops: list[set[int]] = [set(g.ops) for g in groups.groups]
     for value, home in zip(graph.values, groups.home, strict=True):
@@ -88,5 +88,5 @@ def repeated_groups(groups: Groups, graph: Graph) -> frozenset[int]:
 
 
 def left_out(count: int, what: str) -> Sequence[str]:
-    """A line that says how many items stand in later copies of repeated blocks."""
+    """A line with the number of items in later copies of repeated blocks, if there are any."""
     return [f"  ({count} {what} of repeated blocks left out)"] if count else []

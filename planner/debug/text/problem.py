@@ -1,4 +1,4 @@
-"""A problem and a solution of it as text."""
+"""A problem and its solution as text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from planner.spec import MeshSpec
 
 
 def problem_text(priced: Priced) -> str:
-    """The problem of a mesh: per node, edge and usage a line with the range of its numbers."""
+    """The problem of a mesh: one line per node, edge and usage, with the range of its numbers."""
     problem = priced.problem
     limit = number(problem.limit_bytes) if math.isfinite(problem.limit_bytes) else "unlimited"
     lines = [
@@ -35,8 +35,8 @@ def problem_text(priced: Priced) -> str:
 
 
 def solution_text(priced: Priced, solution: Solution) -> str:
-    """A solution: what it states, the strategy and the seconds of every node, the seconds of every
-    edge that is not free."""
+    """A solution: its cost, bound and peak, the strategy and the seconds of every node, and the
+    seconds of every edge that is not free."""
     problem, choice = priced.problem, solution.choice
     lines = [
         f"solution on {priced.mesh} by {solution.search}: {solution.verdict}",
@@ -62,7 +62,7 @@ def solution_text(priced: Priced, solution: Solution) -> str:
 
 
 def _row(mesh: MeshSpec, store: list[int], use: list[int]) -> str:
-    """What the axes of a mesh split under one strategy."""
+    """The factors that the axes of a mesh split under one strategy."""
     parts = []
     for axis, stored, used in zip(mesh.names, store, use, strict=True):
         if stored >= 0:
@@ -71,7 +71,7 @@ def _row(mesh: MeshSpec, store: list[int], use: list[int]) -> str:
 
 
 def _span(table: Array) -> str:
-    """The least and the largest number that is not forbidden."""
+    """The smallest and the largest number that is not forbidden."""
     allowed = table[table < FORBIDDEN]
     if not allowed.size:
         return "all forbidden,"

@@ -1,4 +1,4 @@
-"""How often a ``while`` runs, where its equation says it."""
+"""The number of iterations of a ``while``, if its equation determines it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _STEPS = {"add": 1, "add_any": 1, "sub": -1}
 
 
 def counted(eqn: Any) -> int | None:
-    """The turns of a ``while`` that counts in a carry: from a number, by a number, to a number.
+    """The iterations of a ``while`` that counts in a carry, from a start to an end by a step.
 
-    None where one of the three is no literal, or the test is another than ``<``, ``<=``, ``>`` or
-    ``>=`` of the two; and where it does not turn.
+    None if one of the three is no literal, if the test is not ``<``, ``<=``, ``>`` or ``>=`` of the
+    counter and the end, or if there is no iteration.
     """
     test, body = (compat.body(eqn.params[key]) for key in ("cond_jaxpr", "body_jaxpr"))
     consts, in_body = int(eqn.params["cond_nconsts"]), int(eqn.params["body_nconsts"])
@@ -44,7 +44,7 @@ def counted(eqn: Any) -> int | None:
 
 
 def _step(body: Any, before: Any, after: Any) -> int | None:
-    """What a turn adds to a carry."""
+    """The literal that an iteration adds to a carry, or None."""
     eqn = _maker(body, after)
     if eqn is None or eqn.primitive.name not in _STEPS:
         return None
@@ -56,16 +56,16 @@ def _step(body: Any, before: Any, after: Any) -> int | None:
 
 
 def _maker(jaxpr: Any, var: Any) -> Any:
-    """The equation that makes a value; None if there is none."""
+    """The equation that computes a value; None if there is none."""
     return next((e for e in jaxpr.eqns if any(v is var for v in e.outvars)), None)
 
 
 def _place(variables: Sequence[Any], atom: Any) -> int | None:
-    """The position of a variable among some."""
+    """The position of a variable in a sequence, or None."""
     return next((k for k, v in enumerate(variables) if v is atom), None)
 
 
 def _number(atom: Any) -> int | None:
-    """The value of an integer literal."""
+    """The value of an integer literal; None for anything else."""
     value = np.asarray(getattr(atom, "val", None))
     return int(value) if value.shape == () and value.dtype.kind in "iu" else None

@@ -16,7 +16,7 @@ def depends(jaxpr: Any, args: Sequence[Names]) -> list[Names]:
 
     Args:
         jaxpr: closed or open.
-        args: names of each argument, any numbers; several arguments may share one.
+        args: the names of each argument, which are any numbers; arguments may share a name.
     """
     return _Depends().run(jaxpr, args)
 

@@ -1,4 +1,4 @@
-"""Where an equation comes from: lines of the user's code, and names, as seen from the top."""
+"""The origin of an equation: lines of the user's code, and names from the top of the program."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ FRAMEWORKS = frozenset(
     "drjax distrax haliax eformer pytest _pytest pluggy xdist hypothesis IPython ipykernel absl "
     "fire".split()
 )
-"""Installed packages whose lines say nothing about a model. All others may hold one."""
+"""Installed packages whose lines are no part of a model. All others may contain a model."""
 
 
 @functools.cache
 def _installed() -> tuple[str, ...]:
-    """Where installed packages lie."""
+    """The directories of installed packages."""
     paths = sysconfig.get_paths()  # a tenth of a second the first time
     places = {paths["purelib"], paths["platlib"]}
     places.add(os.path.dirname(os.path.dirname(jax.__file__)))  # elsewhere in some environments
@@ -39,7 +39,7 @@ def _installed() -> tuple[str, ...]:
 
 @functools.cache
 def _standard() -> str:
-    """Where Python's own modules lie."""
+    """The directory of Python's standard library."""
     return os.path.realpath(sysconfig.get_paths()["stdlib"]) + os.sep
 
 
@@ -69,8 +69,8 @@ def user_lines(eqn: Any) -> list[str]:
 
 
 def raised(error: BaseException) -> str:
-    """What an exception says, behind the ``file.py:line`` of the innermost frame of the user's own
-    code that it passed."""
+    """The message of an exception, after the ``file.py:line`` of the innermost frame of the user's
+    own code that it passed."""
     location = ""
     for frame, line in tracebacks.walk_tb(error.__traceback__):
         if _is_users(frame.f_code):
@@ -104,15 +104,15 @@ def _is_users(code: Any) -> bool:
 
 
 def origin_of(eqn: Any, around: Sequence[Any]) -> compat.Origin:
-    """Where an equation comes from; ``around``: those whose bodies it is in, outermost first."""
+    """The origin of an equation; ``around``: the equations that enclose it, outermost first."""
     line = next((e for e in (eqn, *reversed(around)) if user_line(e)), eqn)
     return compat.Origin(line, (*around, eqn))
 
 
 class Place:
-    """Where an equation stands: itself, and the place of the equation whose body it is in.
+    """The place of an equation: the equation, and the place of the one whose body contains it.
 
-    Without arguments it is the top, outside of all equations.
+    Without arguments, it is the top, outside of all equations.
     """
 
     __slots__ = ("_line", "_names", "_texts", "eqn", "outer")
@@ -124,14 +124,14 @@ class Place:
 
     @property
     def line(self) -> str:
-        """``user_line``; of an equation that has none, the line of the equations around it."""
+        """``user_line``, or the line of the equations around it if there is none."""
         if self._line is None and self.outer is not None:
             self._line = user_line(self.eqn) or self.outer.line
         return self._line or ""
 
     @property
     def origin(self) -> compat.Origin:
-        """What rewritten operations say about where they come from."""
+        """The origin that rewritten operations carry."""
         chain, place = [], self
         while place.outer is not None:
             chain.append(place.eqn)
@@ -142,7 +142,7 @@ class Place:
     def names(self) -> str:
         """The name stack from the top of the program, such as ``transpose(jvp(block))/norm``.
 
-        JAX keeps it relative to the equation around; here all are joined by ``/``.
+        JAX stores it relative to the enclosing equation; here, all parts are joined by ``/``.
         """
         if self._names is None and self.outer is not None:
             stack, above = self.eqn.source_info.name_stack, self.outer.names
@@ -160,7 +160,7 @@ class Place:
 
 @dataclass(eq=False)
 class PlacedWalk(Walk[V]):
-    """A walk that knows where it is: ``place`` is that of the equation at hand."""
+    """A walk with a ``place``, which is that of the current equation."""
 
     place: Place = field(default_factory=Place)
 

@@ -1,4 +1,4 @@
-"""Flop of the products of a step as it is written, for model flop utilization."""
+"""Flop of the products of a step as written, for model flop utilization."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def _product_flop(eqn: Any) -> float:
 def products_of(jaxpr: Any, times: float = 1.0) -> dict[str, float]:
     """Flop of the products in a jaxpr and what it calls, by the dtype of their first operand.
 
-    Loops count as often as they run (``while`` once, where that is not known), of branches the one
-    with the most flop. Kernels are not looked into.
+    A loop counts once per iteration (a ``while`` once if that number is unknown). Of branches, the
+    one with the most flop counts. The bodies of kernels are not counted.
 
     Args:
         jaxpr: closed or open.
-        times: how often it runs.
+        times: number of runs.
     """
     by_dtype: dict[str, float] = {}
     for eqn in compat.body(jaxpr).eqns:
@@ -45,7 +45,7 @@ def products_of(jaxpr: Any, times: float = 1.0) -> dict[str, float]:
 
 
 def flop_of(eqn: Any, times: float = 1.0) -> dict[str, float]:
-    """The same of one equation, which runs so many times."""
+    """As ``products_of``, for one equation that runs ``times`` times."""
     name = eqn.primitive.name
     if name in PRODUCTS:
         flop = times * _product_flop(eqn)

@@ -1,4 +1,4 @@
-"""Repeated blocks: where a program says the same operations over and over (its layers)."""
+"""Repeated blocks: parts of a program that repeat the same operations (its layers)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from planner.graph.ir import Block, Graph
 
 MIN_LENGTH = 8
-"""Operations that a block has at least; a power of two, as k-grams are made by doubling."""
+"""Smallest number of operations in a block; a power of two, as k-grams are built by doubling."""
 CANDIDATES = 64
-"""Periods tried: the most frequent distances between equal k-grams."""
+"""Number of periods tried: the most frequent distances between equal k-grams."""
 REACH = 4
-"""Distances are taken to this many next occurrences, for blocks that repeat parts inside."""
+"""Distances are measured to this many next occurrences, for blocks with repeated parts inside."""
 
 Codes = NDArray[np.int64]
 
@@ -24,11 +24,11 @@ Codes = NDArray[np.int64]
 def repeated_blocks(graph: Graph) -> tuple[Block, ...]:
     """Tandem repeats of operation texts: unrolled layers, found without names or hints.
 
-    Two operations are equal when their ``Graph.op_text`` is. Equal k-grams get one number
-    by prefix doubling (Karp, Miller and Rosenberg 1972); the most frequent distances between
-    equal ones are the candidate periods; every candidate is extended to its maximal runs,
-    and runs are taken greedily, the longest coverage first, what overlaps being trimmed. Of
-    equal coverage the shorter period wins, then the earlier one.
+    Two operations are equal if their ``Graph.op_text`` is. Equal k-grams get one number by
+    prefix doubling (Karp, Miller and Rosenberg 1972). The most frequent distances between
+    equal k-grams are the candidate periods. Every candidate is extended to its maximal runs,
+    and runs are taken greedily, the longest coverage first; overlaps are trimmed. At equal
+    coverage, the shorter period wins, then the earlier run.
 
     Complexity: O(n log n) time for the k-grams and O(n) for each of at most ``CANDIDATES``
     periods, O(n) memory, for n operations; less than 0.1 s for 7,000.
@@ -41,7 +41,7 @@ def repeated_blocks(graph: Graph) -> tuple[Block, ...]:
 
 
 def blocks_of(codes: Codes) -> tuple[Block, ...]:
-    """``repeated_blocks`` of operations that are equal where their codes are."""
+    """``repeated_blocks`` of operations that are equal if their codes are."""
     free: list[tuple[int, int, int, int]] = []  # (-coverage, period, start, stop)
     for period in periods(codes):
         for start, stop in _runs(codes, period):
@@ -65,7 +65,7 @@ def blocks_of(codes: Codes) -> tuple[Block, ...]:
 
 
 def _offer(out: list[tuple[int, int, int, int]], period: int, start: int, stop: int) -> None:
-    """List the run when it holds two repetitions."""
+    """Add the run to ``out`` if it has at least two repetitions."""
     if stop - start >= 2 * period:
         out.append((-((stop - start) // period * period), period, start, stop))
 
@@ -99,7 +99,7 @@ def periods(codes: Codes) -> list[int]:
     for step in range(1, min(REACH, len(order) - 1) + 1):
         far, near = order[step:], order[:-step]
         distance = (far - near)[grams[far] == grams[near]]
-        # a block shorter than the least length is taken several at a time
+        # a block shorter than the smallest length counts as a multiple of itself
         distance = distance * -(-MIN_LENGTH // np.maximum(distance, 1))
         votes += np.bincount(distance, minlength=len(votes))[: len(votes)]
     best = np.lexsort((np.arange(len(votes)), -votes))[:CANDIDATES]

@@ -1,4 +1,4 @@
-"""Which dimensions of a step's values are one and the same, by the factor rules."""
+"""Which dimensions of a step's values are the same, by the factor rules."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def forward_results(graph: Graph, arguments: Sequence[Sequence[int]]) -> Iterato
 
 
 VIEWS = frozenset("slice dynamic_slice pad rev".split())
-"""Operations along a dimension that leave it what it is, if of another size."""
+"""Operations along a dimension that may change its size, but not what it stands for."""
 
 
 INDICES = frozenset({"int32", "int64", "uint32", "uint64", "bool"})
@@ -40,22 +40,22 @@ def argument_of(graph: Graph, value: int) -> str:
 
 
 def first_dim(graph: Graph, value: int) -> int:
-    """The first dimension of more than one element, 0 where there is none."""
+    """The first dimension with more than one element; 0 if there is none."""
     return next((d for d, n in enumerate(graph.values[value].shape) if n > 1), 0)
 
 
 class Dims:
-    """The dimensions of all values of the forward pass, equal where a factor goes through both. Of
-    a dimension of several factors the outermost counts."""
+    """The dimensions of all values of the forward pass. Two are the same if they share a factor of
+    an operation; for a dimension of several factors, the outermost counts."""
 
     def __init__(self, graph: Graph, rules: Sequence[FactorRule], behind: bool = False) -> None:
-        """``behind``: through the update too."""
+        """``behind``: include the update."""
         self.graph = graph
         self.start = [0]
         for value in graph.values:
             self.start.append(self.start[-1] + len(value.shape))
         self.parent = list(range(self.start[-1]))
-        self._summed: list[tuple[int, int]] = []  # of products, a dimension and the result
+        self._summed: list[tuple[int, int]] = []  # (dimension that a product sums over, result)
         for op, rule in zip(graph.ops, rules, strict=True):
             forward = op.phase is Phase.FORWARD
             if not forward and not (behind and op.phase is Phase.UPDATE):
@@ -74,9 +74,11 @@ class Dims:
         self._join_views()
 
     def contracted(self, others: Set[int] | None = None) -> set[int]:
-        """The dimensions that a product sums over, by what is known of equal ones now; with
-        ``others`` by a product whose result has another one of these. (A gradient inside of the
-        loss sums over the examples, and its result has none.)"""
+        """The dimensions that a product sums over, as joined so far.
+
+        With ``others``, only products count whose result has another one of these dimensions. (A
+        gradient inside of the loss sums over the examples, and its result has none.)
+        """
         out = set()
         for place, result in self._summed:
             root = self._root(place)
@@ -85,8 +87,8 @@ class Dims:
         return out
 
     def _join_views(self) -> None:
-        """Take a dimension and a part of it for one: all steps but the last are steps. Arrays that
-        are put behind each other are parts."""
+        """Join a dimension and a part of it, such as all time steps and all but the last. Arrays
+        that are concatenated are parts."""
         for op in self.graph.ops:
             if op.kind == "concatenate" and op.phase is Phase.FORWARD:
                 whole = self.graph.values[op.outputs[0]].shape
@@ -99,7 +101,7 @@ class Dims:
                     self.join(self.of(op.inputs[0], d), self.of(op.outputs[0], d))
 
     def _join_turns(self) -> None:
-        """Take what a loop goes along and what it stacks for one dimension."""
+        """Join the dimensions that a loop iterates over and along which it stacks results."""
         ops, waiting = self.graph.ops, dict[int, list[int]]()
         along: dict[int, list[int]] = {}  # per region of a loop
         for op in ops:
@@ -118,11 +120,11 @@ class Dims:
                     self.join(self.of(along[op.region][0], 0), self.of(v, 0))
 
     def of(self, value: int, dim: int) -> int:
-        """A dimension of a value."""
+        """The representative of a dimension of a value and of all dimensions joined with it."""
         return self._root(self.start[value] + dim)
 
     def all_of(self, value: int) -> set[int]:
-        """Those of a value that have more than one element."""
+        """The dimensions of a value that have more than one element."""
         shape = self.graph.values[value].shape
         return {self.of(value, d) for d, n in enumerate(shape) if n > 1}
 
@@ -133,5 +135,5 @@ class Dims:
         return place
 
     def join(self, a: int, b: int) -> None:
-        """Take two dimensions for one."""
+        """Make two dimensions the same."""
         self.parent[self._root(a)] = self._root(b)

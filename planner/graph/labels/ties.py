@@ -44,7 +44,7 @@ def ties(
     out_avals: Sequence[Any],
     updated: int,
 ) -> tuple[tuple[int, int], ...]:
-    """Inputs that come back: those updated in place, at their own paths, then ``_pair``."""
+    """Inputs that come back as outputs: first those updated in place, by path, then ``_pair``'s."""
     known = {(p, *_kind(in_avals[k])): k for k, p in enumerate(in_paths)}
     out = {
         known[key]: k

@@ -1,9 +1,9 @@
-"""Random numbers for the batch inside loops and recomputed blocks.
+"""Random numbers for the batch inside loops and rematerialized blocks.
 
-A microbatch takes its part of them, as of whatever else is made for the whole batch. In front of
-all microbatches that is a slice. Inside a body the numbers are made for the whole batch in every
-microbatch, and all but its part are left out, which a compiler does not compute where each number
-follows from its place.
+A microbatch takes its share of them, as of every other value that is made for the whole batch.
+Before the loop over microbatches, the share is a slice. Inside a body, every microbatch makes the
+numbers for the whole batch and drops all but its share. A compiler skips the dropped numbers if
+each number depends only on its position.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from planner.graph.flat import Call, Run, again, execute, flatten, looped
 from planner.graph.jaxpr.walk import REMAT, called
 
 Take = Callable[[Any, Sequence[Any]], Any]
-"""The part of an array for the whole batch that a share takes: (array, numbers of the share)."""
+"""Takes a share of an array for the whole batch: (array, indices of the share)."""
 Results = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
-"""The results of an equation, from its operands and the numbers of a share."""
+"""Computes the results of an equation from its operands and the indices of a share."""
 
 
 def draws(eqn: Any, inside: Set[int]) -> bool:
-    """Whether one of some equations, by ``id``, stands in the body of another, at any depth."""
+    """Whether the bodies of an equation contain one of the equations ``inside``, at any depth."""
     bodies = (compat.body(v) for v in eqn.params.values())
     return any(
         id(inner) in inside or draws(inner, inside)
@@ -36,7 +36,7 @@ def draws(eqn: Any, inside: Set[int]) -> bool:
 
 
 def drawing(whole: Any, small: Any, inside: Set[int], take: Take) -> Results:
-    """The results of an equation of a microbatch whose body makes values for the whole batch.
+    """A function for the results of an equation whose body makes values for the whole batch.
 
     Args:
         whole, small: the equation in both traces.
@@ -46,7 +46,7 @@ def drawing(whole: Any, small: Any, inside: Set[int], take: Take) -> Results:
 
     def results(values: Sequence[Any], share: Sequence[Any]) -> list[Any]:
         count = len(share)
-        if whole.primitive.name in REMAT:  # its body sees nothing but its operands
+        if whole.primitive.name in REMAT:  # its body has access only to its operands
             body, twin = called(whole), called(small)
             assert body is not None and twin is not None
 
@@ -94,7 +94,7 @@ def _part(whole: Call, small: Call, take: Take, share: Sequence[Any]) -> Run:
 
 
 def _taken(x: Any, shape: Sequence[int], take: Take, share: Sequence[Any]) -> Any:
-    """A share of an array whose examples may stand behind other dimensions."""
+    """A share of an array whose dimension of examples need not be the first."""
     d = next(k for k, (a, b) in enumerate(zip(x.shape, shape, strict=True)) if a != b)
     return jnp.moveaxis(take(jnp.moveaxis(x, d, 0), share), 0, d)
 

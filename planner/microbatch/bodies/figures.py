@@ -1,8 +1,8 @@
-"""Results that depend on all examples at once and train nothing: a maximum, a median, a rank.
+"""Metrics that depend on all examples at once, such as a maximum, a median or a rank.
 
-They are computed after the loop, from arrays with one row per example that the loop leaves behind.
-So a metric that is neither a sum nor a mean of examples keeps no step from being cut. What the
-gradients need stays in the loop: there an operation that mixes examples is refused.
+They are computed after the loop, from arrays with one row per example that the loop returns. A
+metric that is neither a sum nor a mean over examples thus does not prevent microbatches. Values
+that the gradients depend on stay in the loop, where an operation that mixes examples is refused.
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ from planner.microbatch.errors import CoupledError
 from planner.microbatch.pairs import Node, Pair
 
 EXTREMES = frozenset({"reduce_max", "reduce_min", "reduce_or", "reduce_and"})
-"""Reductions that may be done in two parts: over an example's own elements, then over examples."""
+"""Reductions that may be done in two parts: over the elements of an example, then over examples."""
 LEAST_ROOM = 1 << 16
-"""Bytes of rows that the loop may always leave behind for a figure."""
+"""Bytes of rows that a figure may always read after the loop."""
 
 
 @dataclass
 class Figures:
-    """The figures of a step: values by number, with the error of the operation that mixes examples.
+    """The figures of a step.
 
-    ``room`` are the bytes of the whole batch that one figure may read after the loop: those of the
-    batch itself.
+    Attributes:
+        room: bytes of examples that one figure may read after the loop: those of the batch itself,
+            at least ``LEAST_ROOM``.
+        errors: per value that is a figure, the error of the operation that mixes examples.
     """
 
     room: float
@@ -40,12 +42,12 @@ class Figures:
 
     @staticmethod
     def of(step: Pair, batch: Sequence[int]) -> Figures:
-        """No figures yet, of a step with these inputs of examples (positions)."""
+        """No figures yet; ``batch``: positions of the inputs that hold examples."""
         nbytes = sum(_nbytes(step.avals[step.inputs[k]][0]) for k in batch)
         return Figures(max(float(nbytes), float(LEAST_ROOM)))
 
     def takes(self, step: Pair, node: Node, of: Mapping[int, Class], error: CoupledError) -> bool:
-        """Whether an operation that mixes examples can run after the loop; notes its results."""
+        """Whether an operation that mixes examples can run after the loop; records its results."""
         rows = {v for v in node.values if of[v] is MAP}
         nbytes = sum(_nbytes(step.avals[v][0]) for v in rows)
         backward = named_phase(node.names) is Phase.BACKWARD
@@ -55,10 +57,10 @@ class Figures:
         return True
 
     def follows(self, step: Pair, node: Node, of: Mapping[int, Class]) -> bool:
-        """Whether an operation reads a figure; notes its results, which are figures as well.
+        """Whether an operation reads a figure; records its results, which are figures as well.
 
         Raises:
-            CoupledError: gradients depend on the figure, or it meets too many bytes of examples.
+            CoupledError: gradients depend on the figure, or too many bytes of examples are read.
         """
         errors = [self.errors[v] for v in node.values if v in self.errors]
         if errors and not self.takes(step, node, of, errors[0]):
@@ -67,8 +69,8 @@ class Figures:
 
 
 def in_two_parts(step: Pair) -> Pair:
-    """The step with maxima over examples and other dimensions as two reductions: over each
-    example's elements, then over examples."""
+    """The step with each reduction of ``EXTREMES`` over examples and other dimensions split in two:
+    over the elements of each example, then over examples."""
     nodes: list[Node] = []
     avals = list(step.avals)
     changed = False
@@ -91,7 +93,7 @@ def in_two_parts(step: Pair) -> Pair:
 
 
 def _both(node: Node, eqn: Any, first: tuple[int, ...], second: tuple[int, ...]) -> tuple[Any, Any]:
-    """The two equations of a reduction."""
+    """The two equations that replace a reduction."""
     reduce = {
         "reduce_max": jax.lax.reduce_max,
         "reduce_min": jax.lax.reduce_min,

@@ -1,7 +1,7 @@
-"""What examples add to rows of the state, such as counts of classes: written apart from the state.
+"""Separates sums over examples from the state that they are added to, such as counts of classes.
 
-``table.at[rows].add(x)`` is the table, plus a sum over examples. As one operation, each microbatch
-would add the table again.
+``table.at[rows].add(x)`` is the table plus a sum over examples. As one operation, it would add the
+table again in each microbatch.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ ADDS = frozenset({"scatter-add", "scatter_add", "scatter-sub", "scatter_sub"})
 def added_apart(
     function: Callable[..., Any], whole: Traced, batch: Collection[int]
 ) -> Callable[..., Any] | None:
-    """The step with such sums added to the state behind them; None where there are none.
+    """The step with such sums computed first and then added to the state; None if it has none.
 
-    Equal but for rounding: the updates of a row are added up before they are added to it. Those in
-    loops, branches and recomputed blocks stay what they are.
+    The results are equal up to rounding: the updates of a row are added up before they are added to
+    it. Sums in loops, branches and rematerialized blocks are unchanged.
 
     Args:
         function: the step.
-        whole: its trace for some arguments; others must be of the same structure, and of shapes
-            that make the same operations.
+        whole: its trace for some arguments. Other arguments must have the same structure, and
+            shapes that give the same operations.
         batch: the arguments that hold examples, by position.
     """
     if not _added(flatten(whole.jaxpr), batch):
@@ -55,7 +55,7 @@ def added_apart(
 
 
 def _added(flat: FlatJaxpr, batch: Collection[int]) -> set[int]:
-    """The calls, by position, that add what examples make to what none of them made."""
+    """Positions of calls that add values computed from examples to values independent of them."""
     moving = {flat.inputs[k] for k in batch}
     zeros, positions = set[int](), set[int]()
     for k, call in enumerate(flat.calls):
@@ -71,7 +71,7 @@ def _added(flat: FlatJaxpr, batch: Collection[int]) -> set[int]:
 
 
 def _apart(call: Call, values: Sequence[Any]) -> list[Any]:
-    """The rows of a call added to zeros, and these to its operand."""
+    """Add the updates of a call to zeros, and the result to its operand."""
     table, *rest = values
     with compat.provenance(call.origin):
         zeros = jnp.zeros_like(table)

@@ -1,8 +1,8 @@
-"""A step for one example, from its traces for a batch and for one twice as large.
+"""A step for one example, derived from its traces for a batch and for one twice as large.
 
-JAX traces an array's dimension of one element in another way (it broadcasts, squeezes or sums it
-away), so a microbatch of one example is not traced: whatever is twice as large for twice the batch
-counts examples, and is taken as often as one example has it.
+JAX traces dimensions of size one differently (it broadcasts, squeezes or sums them away), so a
+microbatch of one example is not traced. Instead, a size that doubles with the batch counts examples
+and is divided by their number.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ def of_one(whole: Any, double: Any, examples: int) -> Any:
     Args:
         whole: the step's jaxpr for ``examples`` examples.
         double: the same for a batch of double size.
-        examples: how many.
+        examples: number of examples in ``whole``.
 
     Raises:
-        NotExactError: the two differ in more than sizes that follow from the batch's.
+        NotExactError: the two differ in more than sizes that depend on the batch size.
     """
     return _Scaled(examples).jaxpr(whole, double)
 
@@ -93,7 +93,7 @@ class _Scaled:
         return compat.with_consts(jaxpr, compat.consts(whole)) if closed else jaxpr
 
     def param(self, a: Any, b: Any) -> Any:
-        """A parameter of an equation."""
+        """A parameter of an equation for one example."""
         if a is b or isinstance(a, bool):
             return a
         if isinstance(a, int) and isinstance(b, int):
@@ -119,7 +119,7 @@ def _is_code(a: Any) -> bool:
 def _equal(a: Any, b: Any) -> bool:
     try:
         return bool(a == b)
-    except (TypeError, ValueError):  # arrays, and what has no comparison
+    except (TypeError, ValueError):  # arrays, and values that can't be compared
         return False
 
 

@@ -16,12 +16,14 @@ class CompiledRow:
     """One compiled candidate; bytes and seconds per device and step.
 
     Attributes:
-        mesh: its mesh; ``lowering``: its lowering as text.
-        step_s: compute and exposed wire; ``predicted_s`` is what the plan predicts.
+        mesh: its mesh.
+        lowering: its lowering, as text.
+        predicted_s: step time that the plan predicts.
+        step_s: compute and exposed collectives.
         compute_s: the compiler's estimate of everything but collectives (TPU), or the plan's.
-        wire_s: of collectives, past what is scheduled beside them.
-        sent_bytes: what a device sends.
-        peak_bytes: arguments, results and temporaries at the worst moment.
+        wire_s: time of collectives, without the part that the schedule overlaps.
+        sent_bytes: bytes that a device sends.
+        peak_bytes: arguments, results and temporaries at the peak.
         verdict: ``"chosen"``, ``"slower"``, ``"does not fit"``, or the compiler's error.
     """
 

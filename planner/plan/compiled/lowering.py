@@ -18,8 +18,8 @@ class Lowering:
     """Options of lowering; they do not change the result of a step.
 
     Attributes:
-        dimensions: of the torus, slices first; a mesh axis that spans several of them becomes one
-            jax mesh axis per dimension. Empty: mesh axes stay as they are.
+        dimensions: dimensions of the torus, slices first; a mesh axis that spans several of them
+            becomes one jax mesh axis per dimension. Empty: mesh axes stay as they are.
         staged: each constraint changes the sharding along one jax mesh axis; a permutation of
             shards stays one constraint.
         joined: the jax mesh axes of one mesh axis change together.
@@ -78,8 +78,8 @@ def default_lowering(cluster: Cluster) -> Lowering:
     (`costmodels._torus.reduces_instead`). XLA:GPU all-gathers the whole value where one constraint
     moves two mesh axes; two constraints become two all-to-alls.
 
-    XLA:GPU and XLA:CPU transpose an array in memory between a product and what reads it, XLA:TPU
-    does not (decision 036).
+    XLA:GPU and XLA:CPU transpose an array in memory between a product and its reader; XLA:TPU does
+    not (decision 036).
 
     >>> from costmodels import parse_cluster
     >>> [str(default_lowering(parse_cluster(c))) for c in ("h100:8x2", "v5e:4x4")]
@@ -92,12 +92,12 @@ def default_lowering(cluster: Cluster) -> Lowering:
 
 
 def on_named_axes(how: Lowering) -> Lowering:
-    """``how`` with the mesh axes as they are, which a ``shard_map`` of the user's names."""
+    """``how`` with unchanged mesh axes, because a ``shard_map`` of the user names them."""
     return dataclasses.replace(how, dimensions=(), joined=False)
 
 
 def lowerings(cluster: Cluster, named: bool = False) -> tuple[Lowering, ...]:
-    """Lowerings that ``confirm`` compiles; ``named``: with the mesh axes as they are."""
+    """Lowerings that ``confirm`` compiles; ``named``: with unchanged mesh axes."""
     if named:
         return tuple(dict.fromkeys(map(on_named_axes, lowerings(cluster))))
     if cluster.kind == "torus":

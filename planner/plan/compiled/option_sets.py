@@ -1,7 +1,7 @@
-"""XLA options that a compiler is tried with, by kind of device.
+"""Sets of XLA options that ``confirm`` tries, by kind of device.
 
-Chosen by scheduled modules (libtpu 0.0.42.1) of decoders, FSDP over 8 chips: the compiler's cycles,
-and how much of the time of collectives lies beside them.
+They were chosen from scheduled modules (libtpu 0.0.42.1) of decoders under FSDP over 8 chips: the
+compiler's cycles, and how much of the time of collectives overlaps with them.
 
 ===== ================== ======= ====================== ====================== =======
 chip  options            work    gathers, beside work   reductions, beside     peak
@@ -15,13 +15,13 @@ v6e   ``OFFLOADED``      44 ms   4.0 ms, 2.8            6.0 ms, 3.4            4
 v5e   none               125 ms  6.0 ms, 4.9            8.0 ms, 0              3.6 GB
 ===== ================== ======= ====================== ====================== =======
 
-*Fusion of gathers* (``xla_tpu_enable_async_collective_fusion``) is for v5e alone: libtpu 0.0.50
-refuses it on other chips, as it may give wrong results there or hang. v5e runs gathers
-asynchronously by default; `ASYNC` adds reductions and all-to-alls, which take 10 % more memory
-(work and exposed time of a GPT under FSDP, v5e:2x4: 29.3 ms without, 28.0 with).
-`OFFLOADED` runs collectives on SparseCores. It is in use on v6e and tpu7x; for v5p no run is known,
-so it is not tried there. Plans get a set only from ``confirm``, where the compiler at hand accepted
-it, the step became faster and fits.
+*Fusion of gathers* (``xla_tpu_enable_async_collective_fusion``) is only for v5e: libtpu 0.0.50
+refuses it on other chips, where it may give wrong results or hang. v5e runs gathers asynchronously
+by default; `ASYNC` adds reductions and all-to-alls, which take 10 % more memory (work and exposed
+time of a GPT under FSDP, v5e:2x4: 29.3 ms without, 28.0 ms with). `OFFLOADED` runs collectives on
+SparseCores. It is in use on v6e and tpu7x; no run on v5p is known, so it is not tried there. Only
+``confirm`` gives a plan a set: if the installed compiler accepts it, and the step is faster and
+fits.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ OFFLOADED = _on(
     "xla_tpu_use_tc_device_shape_on_sc",
 )
 OPTION_SETS: dict[str, Options] = {"v5e": ASYNC, "v6e": OFFLOADED}
-"""By kind of device."""
+"""The set to try, by kind of device."""
 
 NAMES = frozenset(name for options in OPTION_SETS.values() for name, _ in options)
-"""Options that only TPUs know."""
+"""Options that exist only for TPUs."""
 
 WHAT = {ASYNC: "async collectives", OFFLOADED: "collectives on SparseCores"}
-"""What a set does, in a few words."""
+"""Descriptions of the sets."""
 
 COUNTED = frozenset({"v5p", "v6e"})
-"""Kinds of device whose overlap in the catalog is about that with `OFFLOADED`: without, their
+"""Kinds of device whose overlap in the catalog is about that with `OFFLOADED`. Without it, their
 collectives block."""

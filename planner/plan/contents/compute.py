@@ -6,24 +6,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 LEAST_SHARE, MOST_LINES = 1e-3, 40
-"""Lines with less of the compute are left out, and all behind so many."""
+"""Lines with a smaller share of the compute are left out, and those after the first so many."""
 
 
 @dataclass(frozen=True)
 class ComputeRow:
-    """A line, ``file.py:line`` or empty where operations have none, and the seconds that one device
-    computes there in a step; collectives are no part of them."""
+    """The seconds per step that one device computes for a line, without collectives. The line is
+    ``file.py:line``, or empty for operations without one."""
 
     source: str
     time_s: float
 
 
 def compute_rows(sources: Sequence[str], seconds: Sequence[float]) -> tuple[ComputeRow, ...]:
-    """The lines that take longest, the longest first.
+    """The lines that take longest, in descending order.
 
     Args:
         sources: per operation, its line.
-        seconds: per operation, of all its runs in a step.
+        seconds: per operation, seconds of all its runs in a step.
     """
     sums: dict[str, float] = {}
     for source, spent in zip(sources, seconds, strict=True):

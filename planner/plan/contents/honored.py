@@ -1,4 +1,4 @@
-"""How a plan honors every pin, in words: how an argument is stored, and how it is used."""
+"""Describes how a plan honors every pin: how an argument is stored, and how it is used."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ SHOWN = 3
 def honored(
     extraction: Extraction, pins: Sequence[Pin], uses: Uses, batch: Sequence[str] = ()
 ) -> tuple[PinRow, ...]:
-    """One row per rule and manner in which it is honored, in the order of the pins.
+    """One row per rule and description of how it is honored, in the order of the pins.
 
     Args:
         extraction: the plan's choice.
-        pins: every pin that the plan was made under.
+        pins: all pins of the plan.
         uses: where the pinned arguments are read.
         batch: axes over which the mode splits the batch.
     """
@@ -44,7 +44,7 @@ def honored(
 
 @dataclass(frozen=True)
 class _Teller:
-    """Words for a plan's choice; the fields are those of ``honored``."""
+    """Describes a plan's choice; the fields are those of ``honored``."""
 
     extraction: Extraction
     uses: Uses
@@ -76,14 +76,14 @@ class _Teller:
         return self.extraction.from_digits(digits, len(reader.factors))
 
     def places(self, readers: Sequence[ArgumentReader]) -> str:
-        """Operations with their lines, some of them."""
+        """Up to ``SHOWN`` of the operations, with their lines."""
         ops = [self.extraction.graph.ops[r.op] for r in readers]
         texts = list(dict.fromkeys(f"{op.kind} ({op.source or 'no line'})" for op in ops))
         more = f" and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
         return ", ".join(texts[:SHOWN]) + more
 
     def reason(self, use: Use, readers: Sequence[ArgumentReader], used: Sharding) -> str:
-        """Why some readers do not see the pinned axes; of an argument of the batch, nothing."""
+        """Why some readers do not use the pinned axes; empty for an argument of the batch."""
         graph, mesh = self.extraction.graph, self.extraction.priced.mesh
         if graph.state and not graph.values[use.pin.value].carried and not use.pin.storage:
             return ""
@@ -96,7 +96,7 @@ class _Teller:
         return ", ".join(dict.fromkeys(self.why(use, readers, d, axis) for d, axis in missing))
 
     def why(self, use: Use, readers: Sequence[ArgumentReader], dim: int, axis: str) -> str:
-        """Why some readers do not see one pinned axis."""
+        """Why some readers do not use one pinned axis."""
         if text := self.uses.storage(use.pin, axis):
             return text
         if axis in self.batch:

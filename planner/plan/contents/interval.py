@@ -1,4 +1,4 @@
-"""The range in which the step time of a plan is likely to be. No jax."""
+"""The likely range of the step time of a plan. No jax."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepRange:
-    """Where 80 % of published runs of this kind would have the step time.
+    """Range of the step time, by the errors of 80 % of published runs of this kind.
 
     Attributes:
-        low_s: seconds.
-        high_s: seconds.
-        interval: the same as factors of the predicted time, and of which runs.
+        low_s: low end, in seconds.
+        high_s: high end, in seconds.
+        interval: the same range as factors of the predicted time, and the runs that it is from.
     """
 
     low_s: float
@@ -30,7 +30,7 @@ class StepRange:
 
 
 def step_range(plan: Plan) -> StepRange | None:
-    """The likely range of a plan's step time; None where no published run says (CPUs)."""
+    """The likely range of a plan's step time; None without published runs (CPUs)."""
     interval = interval_of(_device(plan), plan_kind(plan))
     if interval is None:
         return None
@@ -40,13 +40,13 @@ def step_range(plan: Plan) -> StepRange | None:
 
 def ties(plan: Plan, a: float, b: float) -> bool:
     """Whether two predicted times (or costs in proportion to them) of plans for the cluster of
-    ``plan`` are too close to order. Never where no published run says how close that is (CPUs)."""
+    ``plan`` are too close to order. Always False without published runs (CPUs)."""
     return step_range(plan) is not None and tied(a, b)
 
 
 def _device(plan: Plan) -> str:
-    """The kind of device. A plan that was read knows it by its cluster's text alone; no file is
-    opened because a plan names it."""
+    """The kind of device. A plan that was read has it only in its cluster's text; a file that this
+    names is not opened."""
     if plan.device or ".toml" in plan.cluster.lower():
         return plan.device
     with contextlib.suppress(ClusterError):  # described in the program that planned

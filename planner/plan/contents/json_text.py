@@ -12,7 +12,7 @@ from planner.spec import PLAIN, MeshSpec, Sharding
 
 
 def plain(value: Any) -> Any:
-    """What JSON has of a part of a plan."""
+    """A part of a plan as plain JSON data."""
     if isinstance(value, Sharding):
         return [list(e) if isinstance(e, tuple) else e for e in value.entries]
     if isinstance(value, MeshSpec):
@@ -29,7 +29,7 @@ def plain(value: Any) -> Any:
 
 _UNSAID: dict[str, Any] = {"memory": "device", "fetched": (), "host_s": 0.0, "host_bytes": 0.0}
 _UNSAID |= {"feed_s": 0.0, "device_bytes": 0.0, "frozen": False, "rows": False}
-"""Fields that stand in the text only where they differ from this."""
+"""Fields of rows that are written only if they differ from these values."""
 
 _LEFT_OUT = {
     **dataclasses.asdict(PLAIN),
@@ -42,7 +42,7 @@ _LEFT_OUT = {
     "order": [],
     "compute": [],
 }
-"""Fields that the JSON has only where they are not these."""
+"""Fields of a plan that are written only if they differ from these values."""
 _EXACT = frozenset(
     "op_index op_inputs op_table planning_s inputs outputs constraints activations".split()
 )
@@ -50,7 +50,7 @@ _EXACT = frozenset(
 
 
 def rounded(value: Any) -> Any:
-    """The value with every float in it kept to nine digits: the same text on every host."""
+    """The value with every float rounded to nine digits, so the text is the same on every host."""
     if isinstance(value, float):
         return float(f"{value:.9g}")
     if isinstance(value, tuple):
@@ -66,7 +66,7 @@ def rounded(value: Any) -> Any:
 
 
 _LONG = frozenset({"op_index", "op_inputs"})
-"""Lists on one line."""
+"""Lists that are written on one line."""
 
 
 def _item(value: Any) -> str:
@@ -78,8 +78,8 @@ def _item(value: Any) -> str:
 
 
 def json_text(fields: dict[str, Any], *, folded: bool = False) -> str:
-    """The text of a plan: one item of each list a line; ``folded`` as ``fold_plan`` says, a row of
-    a block a line."""
+    """The text of a plan, with one line per list item. ``folded``: whether ``fold_plan`` folds the
+    lists, with one line per row of a block."""
     lines = []
     fields = fold_plan(fields) if folded else fields
     long = _LONG | {"op_table"} if folded else _LONG

@@ -1,4 +1,4 @@
-"""The field's names for what mesh axes do, and the kind of a plan by them. No jax."""
+"""Standard terms for the roles of mesh axes, and the kind of a plan derived from them. No jax."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ WORDS: Mapping[str, str] = {
     SEQ: "sequence parallel",
 }
 _SPLIT = (MODEL, EXPERT, ENSEMBLE, SEQ)
-"""Roles of axes along which parameters are used split, or activations beside the batch."""
+"""Roles of axes that split parameters in use, or activations besides their batch dimension."""
 
 
 def plan_kind(plan: Plan) -> PlanKind:
-    """The kind of published runs that a plan is compared with: by its stages and the roles of its
-    axes, which its strategy says. Of a plan without one (older versions), axes have names by role.
+    """The kind of published runs that a plan is compared with. It depends on the stages and on the
+    roles of the mesh axes, which the strategy names. In plans without a strategy (older versions),
+    the axes are named by role.
     """
     axes = zip(plan.mesh.names, plan.mesh.sizes, strict=True)
     names = {name.rstrip("0123456789") for name, size in axes if size > 1}

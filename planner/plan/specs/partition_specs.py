@@ -21,11 +21,11 @@ def specs_like(specs: Mapping[str, PartitionSpec], args: Sequence[Any]) -> tuple
     """The specs in a pytree like ``args``.
 
     Args:
-        specs: by argument path.
+        specs: specs by argument path.
         args: the step's arguments, arrays or ShapeDtypeStructs.
 
     Raises:
-        PlanMismatchError: the arguments have a leaf that the plan has not, or lack one.
+        PlanMismatchError: the arguments have a leaf that the plan lacks, or lack one of its leaves.
     """
     leaves, tree = jax.tree_util.tree_flatten_with_path(tuple(args))
     paths = [jax.tree_util.keystr(path) for path, _ in leaves]

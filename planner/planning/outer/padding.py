@@ -1,4 +1,4 @@
-"""A batch that the devices do not divide: padded, where that pays."""
+"""Pads a batch that the number of devices does not divide, if that pays."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from planner.recipes import WORTH, Wish
 from planner.report.units import time_text
 
 EXCLUSIVE = frozenset({"pad_batch", "microbatches", "replicas", "stages"})
-"""What a padded step is not rewritten by besides."""
+"""Options that are not combined with padding."""
 
 
 def with_padding(planned: Planned, wish: Wish, door: Door) -> Planned:
-    """The plan, or that of the step for the next number of examples that the devices divide, if it
-    is predicted to be faster. What became of it is a note of the plan."""
+    """The plan, or the plan of the step padded to the next multiple of the number of devices, if
+    that is predicted to be faster. A note in the plan records the outcome."""
     plan, devices = planned.plan, planned.request.cluster.num_devices
     try:
         examples = batch_size(door.row_of(wish.recipe).traced)

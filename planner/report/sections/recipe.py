@@ -1,4 +1,4 @@
-"""How a step was rewritten, in lines: stages and their schedule, microbatches, recomputation."""
+"""Describes how a step was rewritten: stages and schedule, microbatches, rematerialization."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from planner.plan.plan import Plan
 from planner.report.units import percent_text
 
 _PLACES_NAMED = 6
-"""Lines that couple examples that are named."""
+"""Most lines that couple examples to name."""
 _STAGES_DRAWN = 8
 SCHEDULE_TITLE = (
     "schedule (a row per stage; digits: forward pass of that microbatch, letters: backward pass, "
     "drawn at twice the time; dots: idle)"
 )
-"""Above the drawing of ``schedule_text``."""
+"""Title of the drawing of ``schedule_text``."""
 
 
 NOTHING_AGAIN = (
     "nothing to compute again: no equal blocks, one after the other, that gradients pass"
 )
-"""Why remat does nothing."""
+"""Why ``remat`` has no effect."""
 NO_CHUNKS = "none: no product is that large, or its rows need each other"
-"""Why chunks do nothing."""
+"""Why ``chunks`` has no effect."""
 
 
 def in_vain(plan: Plan) -> list[str]:
-    """What was to be rewritten and could not be."""
+    """Requested rewrites that have no effect."""
     out = []
     if plan.remat != "none" and not plan.recomputed:
         out.append(f"remat={plan.remat!r}: {NOTHING_AGAIN}")
@@ -43,8 +43,8 @@ def in_vain(plan: Plan) -> list[str]:
 
 
 def recipe_lines(plan: Plan) -> list[tuple[str, str]]:
-    """How the step was rewritten: its stages, its microbatches, what it computes again, and what is
-    computed in chunks."""
+    """How the step was rewritten: its stages, its microbatches, what it recomputes, and what it
+    computes in chunks."""
     lines = [("stages", line) for line in plan.staged]
     if plan.microbatches > 1:
         text = f"{plan.microbatches}, one after the other; their gradients are added up"
@@ -79,8 +79,8 @@ def recipe_lines(plan: Plan) -> list[tuple[str, str]]:
 
 
 def schedule_text(plan: Plan) -> str:
-    """The order of the passes of a plan with stages, drawn; empty without stages, or where there
-    are too many to draw."""
+    """A drawing of the order of passes of a plan with stages; empty without stages, or if there are
+    too many to draw."""
     if not 1 < plan.stages <= _STAGES_DRAWN:
         return ""
     shown = plan.microbatches if plan.order else min(plan.microbatches, 2 * plan.stages)

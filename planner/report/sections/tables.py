@@ -35,7 +35,7 @@ _HOLDER = re.compile(r"^(.*): ([-+.\de]+) bytes$", re.DOTALL)
 _REPLICATED_SHOWN = 5
 _LINES_SHOWN = 8
 _MESHES_SHOWN = 3
-"""Meshes of one verdict of ``_FOLDED`` that have a row; the plan's JSON has all."""
+"""Most rows for meshes with the same verdict of ``_FOLDED``; the plan's JSON has all."""
 _FOLDED = (MeshVerdict.UNFIT, MeshVerdict.UNSEARCHED, MeshVerdict.PRUNED)
 
 
@@ -100,7 +100,7 @@ def meshes(plan: Plan) -> Table:
 
 
 def inputs(plan: Plan) -> Iterable[RenderableType]:
-    """The arguments by what they are: parameters, optimizer state, frozen weights, the batch."""
+    """The arguments by kind: parameters, optimizer state, frozen weights, the batch."""
     for title in KINDS:
         leaves = [leaf for leaf in plan.inputs if kind_of(leaf) == title]
         if leaves:
@@ -160,7 +160,7 @@ def activations(plan: Plan) -> RenderableType:
 
 
 def compute(plan: Plan) -> RenderableType:
-    """The lines that compute longest."""
+    """The lines with the most compute time."""
     table = new_table("line", ">compute", ">share")
     for row in plan.compute[:_LINES_SHOWN]:
         share = percent_text(row.time_s / max(plan.prediction.compute_s, 1e-300))
@@ -191,7 +191,7 @@ def collectives(plan: Plan) -> tuple[str, RenderableType]:
 
 
 def holders(plan: Plan) -> RenderableType:
-    """What holds the memory at its peak."""
+    """What holds the memory at the peak."""
     rows = []
     for holder in plan.prediction.peak_holders:
         match = _HOLDER.match(holder)
@@ -200,7 +200,7 @@ def holders(plan: Plan) -> RenderableType:
 
 
 def replicated(plan: Plan) -> Iterable[RenderableType]:
-    """State and frozen weights that every device holds whole; says nothing on one device."""
+    """State and frozen weights that every device holds whole; empty on one device."""
     if plan.mesh.num_devices < 2:
         return
     state_leaves = [leaf for leaf in plan.inputs if leaf.tied or leaf.frozen]
@@ -235,7 +235,7 @@ def replicated(plan: Plan) -> Iterable[RenderableType]:
 
 
 def search_lines(plan: Plan) -> RenderableType:
-    """What searched, its proof, and where the constants come from."""
+    """The search, its proof, and the source of the constants."""
     s = plan.search
     rows = [
         ("name", s.name),

@@ -1,8 +1,8 @@
-"""Marks on another mesh than that of the step's ``shard_map`` regions, over the same devices.
+"""Translates marks on another mesh of the same devices to the mesh of ``shard_map`` regions.
 
-Libraries keep a mesh for the model (``fsdp=8``) and another one for its experts (``ep=8``). A plan
-has one mesh, that of the regions; an axis of the other one is those axes of it that cut the devices
-in the same way.
+Some libraries have one mesh for the model (``fsdp=8``) and another for its experts (``ep=8``). A
+plan has one mesh, that of the regions. An axis of the other mesh is translated to the axes of this
+mesh that split the devices in the same way.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from planner.spec import Sharding
 
 
 def region_mesh(traced: Traced) -> Any:
-    """The mesh of a step's regions, as the step has it; None where there are none, or several."""
+    """The mesh of a step's regions, as written in the step; None if there are none, or several."""
     meshes = [
         eqn.params["mesh"]
         for op, eqn in zip(traced.graph.ops, traced.eqns, strict=True)
@@ -33,14 +33,14 @@ def region_mesh(traced: Traced) -> Any:
 
 
 def on_mesh(entries: Sequence[Any], mark_mesh: Any, ours: Any, origin: str) -> tuple[Any, ...]:
-    """Entries of a mark on the mesh ``mark_mesh`` with the names of ``ours``; as they are where
-    the names are those of ``ours``, where the meshes order their devices in two ways, and where an
-    axis has no counterpart.
+    """Entries of a mark on the mesh ``mark_mesh``, with the axis names of ``ours``. They are
+    unchanged if the names are those of ``ours``, if the meshes order their devices differently, or
+    if an axis has no counterpart.
 
     Args:
-        entries: per dimension.
+        entries: one per dimension.
         mark_mesh, ours: jax meshes, abstract or of devices.
-        origin: what marks it, for the error.
+        origin: source of the mark, for the error.
 
     Raises:
         PinError: an axis of the mark is one of ``ours`` with another size.
@@ -72,8 +72,8 @@ def on_mesh(entries: Sequence[Any], mark_mesh: Any, ours: Any, origin: str) -> t
 
 
 def counterparts(axes: Mapping[str, int], ours: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
-    """For each axis of a mesh, the axes of another mesh that split the same devices alike; axes
-    without such are left out.
+    """Per axis of a mesh, the axes of ``ours`` that split the same devices in the same way; axes
+    without counterparts are left out.
 
     >>> counterparts({"fsdp": 8}, {"dp": 2, "ep": 4})
     {'fsdp': ('dp', 'ep')}
@@ -99,7 +99,7 @@ def _sizes(mesh: Any) -> dict[str, int]:
 
 
 def _devices(mesh: Any) -> list[Any] | int:
-    """The devices in their order; of an abstract mesh, how many."""
+    """The devices in order; of an abstract mesh, their number."""
     if isinstance(mesh, jax.sharding.Mesh):
         return [d.id for d in mesh.devices.flat]
     return int(math.prod(mesh.shape.values()))

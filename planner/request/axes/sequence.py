@@ -1,9 +1,9 @@
-"""Sequence parallelism as a mask: the batch's second dimension stays split over a mesh axis.
+"""Masks for sequence parallelism: the batch's second dimension stays split over a mesh axis.
 
-The dimension is followed through the step: along every link a dimension of a value is the same
-dimension on both sides, and within a group equal factors are one. Where values between
-operations have it, only strategies are left that split it over the axis; a value that is read by
-several operations (keys and values of an attention) may be gathered for them.
+The dimension is followed through the step: a link connects the same dimension of a value in two
+groups, and within a group, equal dimensions are one factor. For values between operations that have
+the dimension, only strategies remain that split it over the axis. A value that several operations
+read (keys and values of attention) may be gathered for them.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def batch_inputs(graph: Graph) -> tuple[int, ...]:
 
 
 def sequences(graph: Graph) -> tuple[int, ...]:
-    """Those of the batch whose second dimension is a sequence: rows of whole numbers (tokens),
-    and whatever has three dimensions."""
+    """Arguments of the batch whose second dimension is a sequence: integer arrays (tokens) of two
+    dimensions, and all arrays of three."""
     values = graph.values
     return tuple(
         v
@@ -42,13 +42,13 @@ def sequences(graph: Graph) -> tuple[int, ...]:
 
 
 def followed(groups: Groups, values: Iterable[int], dim: int) -> frozenset[Place]:
-    """What a dimension of some values becomes. Linear in links."""
+    """All places that a dimension of some values reaches. Linear in links."""
     homes = [groups.home[v] for v in values]
     return reached(groups, {(h[0], h[1][dim]) for h in homes if h is not None and h[1][dim] >= 0})
 
 
 def reached(groups: Groups, start: Iterable[Place]) -> frozenset[Place]:
-    """What some factors become along the links. Linear in links."""
+    """All places that some factors reach along the links. Linear in links."""
     near: dict[Place, list[Place]] = {}
     for link in groups.links:
         if link.operand == -1:
@@ -69,10 +69,10 @@ def reached(groups: Groups, start: Iterable[Place]) -> frozenset[Place]:
 def along_the_sequence(
     axis: str, graph: Graph, groups: Groups, mesh: MeshSpec, hard: Mapping[int, Mask]
 ) -> dict[int, Mask]:
-    """Masks that keep the sequence split over an axis, where strategies for that are left.
+    """Masks that keep the sequence split over an axis, if strategies for that remain.
 
     Args:
-        axis: of the mesh.
+        axis: a mesh axis.
         graph, groups, mesh: as for ``pins.pin_masks``.
         hard: masks so far.
     """
@@ -84,7 +84,7 @@ def along_the_sequence(
 def axis_masks(
     axis: str, places: Iterable[Place], groups: Groups, mesh: MeshSpec, hard: Mapping[int, Mask]
 ) -> dict[int, Mask]:
-    """Masks of the strategies that use an axis for one of some factors, where there are any."""
+    """Masks of the strategies that split one of some factors over an axis, if there are any."""
     at = mesh.names.index(axis)
     having: dict[int, list[int]] = {}
     for group, factor in places:

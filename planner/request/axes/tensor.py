@@ -1,9 +1,9 @@
-"""Tensor parallelism as a mask: every product splits what it reads of a parameter, or must not.
+"""Masks for tensor parallelism: every product must split the parameter it reads, or must not.
 
-Parameters of two dimensions and more are followed, through casts and transposes, to the operations
-that mix their dimensions. Of those, and of the parameters, only strategies are left that split a
-dimension of the parameter over the axis: the columns of a matrix, or its rows, as in Megatron
-(Shoeybi et al. 2019); which of the two is for the search to find.
+Parameters with two or more dimensions are followed, through casts and transposes, to the operations
+that mix their dimensions. For these operations and for the parameters, only strategies remain that
+split a dimension of the parameter over the axis: the columns of a matrix, or its rows, as in
+Megatron (Shoeybi et al. 2019). The search chooses which of the two.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def along_parameters(
     mesh: MeshSpec,
     hard: Mapping[int, Mask],
 ) -> dict[int, Mask]:
-    """Masks that hold an axis on the parameters' dimensions, where they divide.
+    """Masks that split the parameters' dimensions over an axis, if the axis divides them.
 
     Args:
-        axis: of the mesh.
+        axis: a mesh axis.
         parameters: graph values.
         graph, groups, mesh: as for ``pins.pin_masks``.
         hard: masks so far.
@@ -50,12 +50,12 @@ def off_parameters(
     mesh: MeshSpec,
     hard: Mapping[int, Mask],
 ) -> dict[int, Mask]:
-    """Masks that hold axes off the parameters' dimensions in what reads them, where these axes
-    may split another dimension: data parallelism splits examples alone. A dimension that the
-    operands share and that the result keeps, of matrices apart, stays open.
+    """Masks that prevent the readers of parameters from splitting the parameters' dimensions over
+    some axes, if these axes can split another dimension: data parallelism splits only examples. A
+    dimension that the operands share and the result has, as of a batch of matrices, stays open.
 
     Args:
-        axes: of the mesh.
+        axes: mesh axes.
         parameters: graph values.
         graph, groups, mesh: as for ``pins.pin_masks``.
         hard: masks so far.
@@ -81,7 +81,7 @@ def off_parameters(
 
 
 def _shared(groups: Groups, read: Mapping[int, set[int]]) -> dict[int, set[int]]:
-    """Per group, the factors of more than one operand."""
+    """Per group, the factors that more than one operand has."""
     seen: dict[int, dict[int, set[int]]] = {}
     for link in groups.links:
         if link.b in read and link.operand >= 0:
@@ -98,7 +98,7 @@ def _shared(groups: Groups, read: Mapping[int, set[int]]) -> dict[int, set[int]]
 
 
 def _places(parameters: Iterable[int], graph: Graph, groups: Groups) -> set[Place]:
-    """The dimensions of matrices among the parameters, where they are kept, passed on and read."""
+    """The dimensions of matrices among the parameters, where these are stored and read."""
     near: dict[int, list[tuple[dict[int, int], int]]] = {}
     for link in groups.links:
         if link.operand != -1:
@@ -118,7 +118,7 @@ def _reached(
     group: int,
     layout: tuple[int, ...],
 ) -> set[Place]:
-    """A parameter's dimensions where it is kept, passed on and read; none where no operation that
+    """A parameter's dimensions, where it is stored, passed on and read; empty if no operation that
     mixes dimensions reads it."""
     if not is_value_group(groups.groups[group], layout):
         return set()

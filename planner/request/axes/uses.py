@@ -1,10 +1,11 @@
-"""Pins at work: which operations read a pinned argument, and the strategies that use it so.
+"""Applies pins to uses: the readers of a pinned argument, and the strategies that use it as pinned.
 
-A pin on an argument says how it is stored. It holds for its use, too: every product that reads the
+A pin on an argument says how it is stored. It also applies to its use: every product that reads the
 argument splits the pinned dimension over the pinned axis, as Megatron's column- and row-parallel
-products do (Shoeybi et al. 2019). Two kinds of axes are for storage only, since a product whose
-other operand is split over them can't use the argument so (ZeRO-3): axes named ``data`` or
-``fsdp``, and axes over which another pin splits the batch. So are pins written ``StoredAs``.
+products do (Shoeybi et al. 2019). Two kinds of axes are for storage only, because a product whose
+other operand is split over them can't use the argument that way (ZeRO-3): axes named ``data`` or
+``fsdp``, and axes over which another pin splits the batch. Pins written as ``StoredAs`` are also
+for storage only.
 
 An argument is followed value by value, through casts, transposes, loop borders, slices and
 arithmetic with other parameters, as long as every dimension of the value comes from it. Complexity:
@@ -31,14 +32,14 @@ from planner.spec import MeshSpec, Sharding
 Mask = NDArray[np.bool_]
 
 PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated"})
-"""Operations that use an argument up: what they make is no longer followed."""
+"""Operations whose results are no longer followed."""
 STOPS = PRODUCTS | {"loop_back", "loop_test"}
 
 
 @dataclass(frozen=True)
 class ArgumentReader:
-    """An operation that reads a pinned argument: its group, and the factor there of each of the
-    argument's dimensions (-1: none)."""
+    """An operation that reads a pinned argument: its group, and the group's factor for each
+    dimension of the argument (-1: none)."""
 
     op: int
     group: int
@@ -47,7 +48,7 @@ class ArgumentReader:
 
 @dataclass(frozen=True)
 class Use:
-    """A pin on an argument, and the operations that mix its dimensions with others'."""
+    """A pin on an argument, and the operations that mix its dimensions with others."""
 
     pin: Pin
     readers: tuple[ArgumentReader, ...]
@@ -56,13 +57,13 @@ class Use:
 @dataclass(frozen=True)
 class Uses:
     """The uses of all pinned arguments. ``batch`` maps an axis that splits the batch to the pin
-    that says so."""
+    that requests it."""
 
     uses: tuple[Use, ...]
     batch: Mapping[str, str]
 
     def storage(self, pin: Pin, axis: str) -> str:
-        """Why an axis of a pin is for storage only; empty where it is for use as well."""
+        """Why an axis of a pin is for storage only; empty if it is for use as well."""
         if pin.storage:
             return "the pin is for storage only"
         if for_storage(axis):
@@ -76,12 +77,12 @@ NO_USES = Uses((), {})
 
 
 def for_storage(axis: str) -> bool:
-    """Whether an axis is for storage by its name: ``data``, ``fsdp``, and such as ``fsdp_2``."""
+    """Whether an axis is for storage by its name: ``data``, ``fsdp``, or names like ``fsdp_2``."""
     return axis.split("_")[0] in DATA_AXES
 
 
 def find_uses(pins: Sequence[Pin], graph: Graph, groups: Groups) -> Uses:
-    """Where pinned arguments are read. Optimizer state is stored only, and has no uses."""
+    """The uses of pinned arguments. Optimizer state is only stored and has none."""
     state = find_state(graph, StateRequest()).others
     inputs = set(graph.inputs)
     argument_pins = [pin for pin in pins if pin.value in inputs and pin.value not in state]
@@ -101,10 +102,10 @@ def find_uses(pins: Sequence[Pin], graph: Graph, groups: Groups) -> Uses:
 
 
 def _of_batch(graph: Graph) -> set[int]:
-    """Values that depend on an argument which is not carried on."""
+    """Values that depend on an argument of the batch."""
     out = set(batch_inputs(graph))
     size = -1
-    while size != len(out):  # twice more where loops carry it around
+    while size != len(out):  # more passes if loops carry values around
         size = len(out)
         for op in graph.ops:
             if op.kind == "loop_back":
@@ -117,8 +118,8 @@ def _of_batch(graph: Graph) -> set[int]:
 
 @dataclass(frozen=True)
 class _Walk:
-    """What arguments are followed through: the readers of every value, the entries of marks, and
-    the values of the batch."""
+    """Follows arguments, by the readers of every value, the entries of marks, and the values that
+    depend on the batch."""
 
     graph: Graph
     groups: Groups
@@ -129,7 +130,7 @@ class _Walk:
     def use(self, pin: Pin) -> Use:
         """Follow one argument to the operations that mix its dimensions."""
         rank = len(self.graph.values[pin.value].shape)
-        origin = {pin.value: tuple(range(rank))}  # per value and dimension, that of the argument
+        origin = {pin.value: tuple(range(rank))}  # per value and dimension, the argument's
         stack = [pin.value]
         readers: dict[ArgumentReader, None] = {}
         while stack:
@@ -153,14 +154,14 @@ class _Walk:
         return Use(pin, tuple(readers))
 
     def is_marked_otherwise(self, index: int, pin: Pin) -> bool:
-        """Whether an operation is a mark with other entries: from there on that one holds."""
+        """Whether an operation is a mark with other entries, which apply from there on."""
         op = self.graph.ops[index]
         return op.kind in MARKS and self.marked.get(op.outputs[0], pin.entries) != pin.entries
 
     def followed(
         self, index: int, outs: Sequence[Layout], origin: Mapping[int, object]
     ) -> list[tuple[Layout, int]]:
-        """Results of an operation to follow: none of products, nor where the batch comes in."""
+        """Results of an operation to follow: none for products, or if it also reads the batch."""
         op = self.graph.ops[index]
         others = [v for v in op.inputs if v not in origin and v in self.of_batch]
         if op.kind in STOPS or any(self.graph.values[v].shape for v in others):
@@ -197,7 +198,7 @@ def _factors(places: Iterable[Place]) -> dict[int, set[int]]:
 
 
 def _meets(use: Use, axis: str, reach: Mapping[int, set[int]]) -> bool:
-    """Whether a reader would split two of its factors over an axis: the pin's and another."""
+    """Whether a reader would split two of its factors over an axis: the pinned one and another."""
     dims = [d for d, axes in enumerate(Sharding.of(use.pin.fixed).dims) if axis in axes]
     return any(
         reach.get(reader.group, set()) - {reader.factors[d]} and reader.factors[d] >= 0
@@ -214,12 +215,12 @@ def use_masks(
     storage: Sequence[str],
     hard: Mapping[int, Mask],
 ) -> dict[int, Mask]:
-    """Masks that hold pins where arguments are read, as far as operations and other pins allow.
+    """Masks that apply pins where arguments are read, as far as operations and other pins allow.
 
     Args:
-        uses: of the whole step.
-        color: per group of the whole step, its group here.
-        groups: those that the masks are for.
+        uses: the uses of the whole step.
+        color: per group of the whole step, the index of its group in ``groups``.
+        groups: the groups that the masks are for.
         mesh: the logical mesh.
         storage: further axes that are for storage only.
         hard: masks so far.

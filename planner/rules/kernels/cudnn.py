@@ -1,7 +1,7 @@
 """cuDNN's fused attention, as ``jax.nn.dot_product_attention(implementation="cudnn")`` calls it.
 
-Batch and heads may be split; keys and values may have fewer heads than queries. Split calls are
-made on shards.
+Batch and heads may be split; keys and values may have fewer heads than queries. Split calls run on
+shards.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ NAMES = frozenset({FORWARD, BACKWARD})
 _BIAS, _LENGTHS = 3, (4, 5)
 """Operands that may be empty: a bias for the scores, lengths of queries and keys."""
 _PLAIN = 10
-"""Operands before those of the backward pass: the residual, the result and its gradient."""
+"""Number of operands before those that only the backward pass has: residual, result, gradient."""
 
 
 def cudnn_rule(eqn: EqnKey) -> FactorRule | None:
-    """The rule of a call; None where it draws (dropout), or reads packed or paged sequences."""
+    """The rule of a call; None with dropout, and for packed or paged sequences."""
     if eqn.name not in NAMES or float(eqn.params.get("dropout_rate", 0.0)) > 0:
         return None
     shapes = eqn.in_shapes
@@ -76,7 +76,7 @@ def cudnn_rule(eqn: EqnKey) -> FactorRule | None:
 
 
 def cudnn_work(eqn: EqnKey) -> Work:
-    """Two products forward, five backward; half of each where a causal mask hides it."""
+    """Two products forward, five backward; half of each with a causal mask."""
     query, key = eqn.in_shapes[0], eqn.in_shapes[1]
     tokens = 2 if int(eqn.params["layout"]) == 1 else 1
     product = 2.0 * math.prod(query) * key[tokens]

@@ -1,7 +1,8 @@
-"""What one device does, and sends, in a ``shard_map`` region.
+"""The work and the collectives of one device in a ``shard_map`` region.
 
-Products count by flop and bytes, everything else by the bytes that it moves, where elementwise
-operations write their result once. Collectives count as they are written.
+Products count by flop and bytes. Any other operation counts one flop per element that it makes, and
+the bytes that it moves; of an elementwise operation, only the result. Collectives count as they are
+written.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from planner import compat
 from planner.rules.kernels.pallas.work import Work, kernel_work
 
 Sends = tuple[tuple[str, tuple[int, ...], float, float], ...]
-"""Collectives: kind, axes by position, payload bytes of a device, how often a run of the region
-sends it. The payload is as ``costmodels.collectives.collective_coefficients`` wants it."""
+"""Collectives: kind, positions of axes, payload bytes of a device, and how often one run of the
+region sends it. ``costmodels.collectives.collective_coefficients`` defines the payload."""
 
 _FREE = frozenset(
     "reshape squeeze expand_dims broadcast_in_dim iota pvary convert_element_type transpose copy "
@@ -34,12 +35,12 @@ _SENDS = {
 }
 """The kind of a collective primitive."""
 MASKED, MASKED_GRADIENT = "masked", "masked gradient"
-"""What ragged products take besides where a compiler multiplies all rows by the matrices of all
-groups: as XLA:GPU and XLA:CPU do, XLA:TPU for the gradients of matrices alone."""
+"""Kinds of extra work of ragged products if a compiler multiplies all rows by the matrices of all
+groups. XLA:GPU and XLA:CPU do; XLA:TPU does only for the gradients of matrices."""
 
 
 def inside(jaxpr: Any, axes: Mapping[str, int]) -> tuple[Work, Sends]:
-    """What a run of a region's body does and sends.
+    """The work and the collectives of one run of a region's body.
 
     Args:
         jaxpr: the body, of local arrays.
@@ -58,11 +59,11 @@ def inside(jaxpr: Any, axes: Mapping[str, int]) -> tuple[Work, Sends]:
 
 
 def held_inside(jaxpr: Any, masked: bool = False) -> float:
-    """Bytes that a body allocates at its worst moment, without its operands and results.
+    """Peak bytes that a body allocates, without its operands and results.
 
-    What products, collectives, kernels, and operations of several shapes make is written, and lives
-    until the last operation that reads it; elementwise results are not. ``masked``: ragged products
-    hold copies of what they mask (XLA:GPU, XLA:CPU).
+    Results of products, collectives, kernels, and operations on several shapes are written, and
+    live until the last operation that reads them; elementwise results are not written. ``masked``:
+    whether ragged products hold masked copies of their operands (XLA:GPU, XLA:CPU).
     """
     inner = compat.body(jaxpr)
     last: dict[Any, int] = {}
@@ -87,7 +88,7 @@ def held_inside(jaxpr: Any, masked: bool = False) -> float:
 
 
 def _bodies(eqn: Any) -> list[Any]:
-    """The programs in an equation, but for those of kernels."""
+    """The jaxprs in an equation, except those of kernels."""
     if eqn.primitive.name == "pallas_call":
         return []
     bodies = []
@@ -98,7 +99,7 @@ def _bodies(eqn: Any) -> list[Any]:
 
 
 def _is_written(eqn: Any) -> bool:
-    """Whether an equation writes what it makes."""
+    """Whether an equation writes its results to memory."""
     name = eqn.primitive.name
     if name in _FREE:
         return False
@@ -119,7 +120,7 @@ class _Inside:
     sends: dict[tuple[str, tuple[int, ...], float], float] = field(default_factory=dict)
 
     def add(self, jaxpr: Any, times: float) -> None:
-        """Count a body that runs so many times."""
+        """Count a body that runs ``times`` times."""
         for eqn in compat.body(jaxpr).eqns:
             name, params = eqn.primitive.name, eqn.params
             if name == "cond":
@@ -145,7 +146,8 @@ class _Inside:
                 self.other(eqn, times)
 
     def other(self, eqn: Any, times: float) -> None:
-        """Count a call by its body, anything else as elementwise or by all that it touches."""
+        """Count a call by its body. Any other operation moves its results if it is elementwise,
+        else its operands as well."""
         bodies = [b for b in eqn.params.values() if hasattr(getattr(b, "jaxpr", b), "eqns")]
         if bodies:
             self.add(bodies[0], times)
@@ -176,12 +178,12 @@ def _sum(
 
 
 class _Ragged(NamedTuple):
-    """A ragged product where it is masked.
+    """A ragged product, if it is masked.
 
     Attributes:
-        kind: ``MASKED``, or ``MASKED_GRADIENT`` where the rows are summed over.
-        groups: how many it has.
-        copied: bytes of the masked copies: of the rows, of a gradient of both operands.
+        kind: ``MASKED``, or ``MASKED_GRADIENT`` if the rows are summed over.
+        groups: number of groups.
+        copied: bytes of the masked copies: of the rows, or of both operands for a gradient.
     """
 
     kind: str
@@ -198,11 +200,11 @@ def _ragged(eqn: Any) -> _Ragged:
 
 
 def _flops(eqn: Any) -> float:
-    """Of a product; each row of a ragged one meets one group."""
+    """Flop of a product; in a ragged one, each row is multiplied by the matrix of one group."""
     left = compat.aval_shape(eqn.invars[0].aval)
     out_shape = compat.aval_shape(eqn.outvars[0].aval)
-    if eqn.primitive.name in RAGGED:  # rows x columns of the operands that are not summed over
-        if len(out_shape) > len(left):  # groups x both, the rows summed over
+    if eqn.primitive.name in RAGGED:
+        if len(out_shape) > len(left):  # [groups, ...]: a gradient, the rows are summed over
             return 2.0 * float(math.prod(out_shape[1:]) * left[0])
         return 2.0 * float(math.prod(out_shape) * left[-1])
     (contracted, _), _ = eqn.params["dimension_numbers"]
@@ -214,6 +216,6 @@ def _bytes(*atoms: Any) -> float:
 
 
 def _elements(jaxpr: Any) -> int:
-    """How many elements a body makes."""
+    """Number of elements that a body makes."""
     eqns = compat.body(jaxpr).eqns
     return sum(math.prod(compat.aval_shape(v.aval)) for e in eqns for v in e.outvars)

@@ -1,4 +1,4 @@
-"""The kernels that the planner knows: by registration, cuDNN's attention, Pallas by its grid."""
+"""The kernels that the planner knows: registered ones, cuDNN's attention, and Pallas kernels."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ NAMES = frozenset({grid.NAME, *cudnn.NAMES})
 
 
 def is_kernel(eqn: Any) -> bool:
-    """Whether an equation is a kernel that runs on shards where a plan splits it."""
+    """Whether an equation is a kernel that runs on shards if a plan splits it."""
     return eqn.primitive.name in NAMES or registered(eqn) is not None
 
 
 def kernel_rule(eqn: EqnKey) -> FactorRule | None:
-    """The factor rule of a kernel; None where nothing of it may be split.
+    """The factor rule of a kernel; None if no dimension of it may be split.
 
     Raises:
         RequestError: a registered rule does not fit the call, or is for a Pallas kernel and has no
@@ -43,7 +43,7 @@ def kernel_rule(eqn: EqnKey) -> FactorRule | None:
 
 
 def work_of(eqn: EqnKey) -> Work:
-    """What a kernel does."""
+    """The work of a kernel."""
     entry = registered(eqn)
     if entry is not None and (entry.cost is not None or eqn.name != grid.NAME):
         return entry.work(eqn)

@@ -27,8 +27,8 @@ class Registered:
 
     Attributes:
         name: the kernel, FFI target or primitive.
-        text: the rule as it was written.
-        operands, results: its letters.
+        text: the rule as written.
+        operands, results: letters of its operands and results.
         whole: letters that are not split.
         cost: flop from the shapes of the operands.
         kind: what the kernel does.
@@ -76,7 +76,7 @@ class Registered:
         )
 
     def _sizes(self, ins: Sequence[Shape], outs: Sequence[Shape]) -> dict[str, int]:
-        """The size of each letter; raises RequestError where arrays do not fit."""
+        """The size of each letter; raises RequestError if arrays do not fit."""
         sizes: dict[str, int] = {}
         sides = (("operand", self.operands, ins), ("result", self.results, outs))
         open_dims: list[tuple[tuple[str, ...], int, str]] = []
@@ -111,7 +111,7 @@ class Registered:
         return RequestError(f"register_rule({self.name!r}, {self.text!r}): {why}")
 
     def work(self, eqn: EqnKey) -> Work:
-        """What a call does."""
+        """The work of a call."""
         flops = 0.0 if self.cost is None else float(self.cost(*eqn.in_shapes))
         return ((self.kind, flops, 0.0),)
 
@@ -134,26 +134,26 @@ def register_rule(
     kind: str = "vector",
     local: Callable[..., Any] | None = None,
 ) -> None:
-    """Say along which dimensions a kernel of yours may be split.
+    """Declare along which dimensions a kernel may be split.
 
-    Under a plan it runs on shards. Kernels written in Pallas need no rule for dimensions of their
+    Under a plan, the kernel runs on shards. Pallas kernels need no rule for dimensions of their
     grid (docs/how-to/bring-your-own-kernel.md).
 
     Args:
         name: the ``name`` of a ``pallas_call``, the target of a ``jax.ffi.ffi_call``, or the name
             of a primitive.
-        rule: a letter, or word, for each dimension: ``"b h s d, b h t d, b h t d -> b h s d"``.
-            ``(k r)`` is a dimension of two, ``1`` one that is not split. A letter of operands alone
-            is not split.
+        rule: a letter or word for each dimension: ``"b h s d, b h t d, b h t d -> b h s d"``.
+            ``(k r)`` is a dimension with two letters, ``1`` a dimension that is not split. A letter
+            that occurs only in operands is not split.
         whole: letters that stay whole, as ``"s d"`` or a sequence.
         cost: flop of a call, from the shapes of its operands.
-        kind: what it does: "matmul", "attention" or "vector".
+        kind: kind of its work: "matmul", "attention" or "vector".
         local: a function of the operands' shards that makes the results' shards. Without one, the
-            call itself is made on shards: an FFI call with smaller results, a primitive with the
-            same parameters, a Pallas kernel with a shorter grid.
+            call itself runs on shards: an FFI call with smaller results, a primitive with the same
+            parameters, a Pallas kernel with a shorter grid.
 
     Raises:
-        RequestError: a rule that can't be read.
+        RequestError: the rule can't be read.
 
     >>> register_rule("my_norm", "b d, d -> b d", whole="d")
     """
@@ -197,7 +197,7 @@ def _arrays(name: str, text: str) -> tuple[Dims, ...]:
 
 
 def registered(eqn: Any) -> Registered | None:
-    """The rule that was registered for a call, if any."""
+    """The rule registered for a call, if any."""
     if not _REGISTERED:
         return None
     params = eqn.params

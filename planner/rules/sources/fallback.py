@@ -1,4 +1,4 @@
-"""Hand-written factor rules of the common primitives, for where Shardy gives none.
+"""Hand-written factor rules for common primitives, for use if Shardy gives none.
 
 They need no lowering. They are never less strict than Shardy's rules, though
 sometimes stricter.
@@ -35,10 +35,10 @@ ELEMENTWISE: frozenset[str] = frozenset(
     square stop_gradient sub tan tanh threefry2x32 xor zeta
     """.split()
 )
-"""Primitives that act on each element alone."""
+"""Primitives that act on each element independently."""
 
 IDENTITY: frozenset[str] = frozenset({"optimization_barrier", "device_put"})
-"""Primitives that pass on each operand as the result of its position."""
+"""Primitives that return each operand as the result at the same position."""
 
 Shapes = Sequence[Shape]
 Params = Mapping[str, Any]
@@ -87,8 +87,8 @@ def fallback_rule(
 
 
 def _of_what_is_left(name: str, ins: Shapes, outs: Shapes) -> FactorRule | None:
-    """The rule of an operation on arrays without elements, where what is left of it passes one
-    array on or makes a constant; None for others."""
+    """The rule of an operation on some empty arrays, if the rest of it copies one array or makes a
+    constant; None for other operations."""
     read = [k for k, s in enumerate(ins) if s and 0 not in s]
     written = [k for k, s in enumerate(outs) if s and 0 not in s]
     if len(written) != 1 or len(read) > 1:
@@ -109,7 +109,7 @@ def _of_what_is_left(name: str, ins: Shapes, outs: Shapes) -> FactorRule | None:
 
 
 def _kept(rank: int, lost: Sequence[int]) -> list[Label]:
-    """Labels for all dimensions but some, which are not to be sharded."""
+    """Labels for all dimensions except ``lost``, which must not be sharded."""
     dropped = {axis % rank for axis in lost}
     return [None if axis in dropped else axis for axis in range(rank)]
 
@@ -160,7 +160,7 @@ def _arg_reduce(params: Params, ins: Shapes, outs: Shapes) -> FactorRule | None:
 
 
 def _along(*names: str) -> _Family:
-    """A family of operations along one or more axes: these stay whole, the others map across."""
+    """A family of operations along one or more axes, which stay whole; the others map across."""
 
     def family(params: Params, ins: Shapes, outs: Shapes) -> FactorRule | None:
         axes = next(params[name] for name in names if name in params)
@@ -215,7 +215,7 @@ def _fft(params: Params, ins: Shapes, outs: Shapes) -> FactorRule | None:
 
 
 def _batched(core: int) -> _Family:
-    """A family that treats matrices or vectors, the last dimensions, each alone."""
+    """A family that treats each matrix or vector (the last dimensions) independently."""
 
     def family(params: Params, ins: Shapes, outs: Shapes) -> FactorRule | None:
         batch = len(ins[0]) - core
@@ -231,7 +231,7 @@ def _batched(core: int) -> _Family:
 
 
 def _triangular_solve(params: Params, ins: Shapes, outs: Shapes) -> FactorRule | None:
-    """Each column of the right-hand side is a solution alone, each row of a right operand."""
+    """Columns of the right-hand side are solved independently; rows if not ``left_side``."""
     matrix, right = ins
     batch, left = len(matrix) - 2, params["left_side"]
     if matrix[:batch] != right[:batch]:
@@ -247,13 +247,13 @@ LINALG: frozenset[str] = frozenset(
     schur svd symmetric_product triangular_solve tridiagonal
     """.split()
 )
-"""Primitives that treat each matrix of a batch alone; library calls on most devices."""
+"""Primitives that treat each matrix of a batch independently; library calls on most devices."""
 
 ALONE: frozenset[str] = LINALG | {"fft", "top_k", "lu_pivots_to_permutation"}
-"""Primitives that treat each row or matrix of a batch alone, and that some compiler gathers the
-operands of although the batch is split (XLA:CPU transforms and selections, XLA:TPU
-decompositions). Dimensions of operands and results that a plan splits have the same number; a
-triangular matrix lacks those of the columns that are solved for."""
+"""Primitives that treat each row or matrix of a batch independently, but for which some compiler
+gathers the operands even if the batch is split (XLA:CPU for transforms and selections, XLA:TPU for
+decompositions). Dimensions of operands and results that a plan splits have the same index; a
+triangular matrix lacks that of the columns that are solved for."""
 
 _FAMILIES: dict[str, _Family] = {
     "broadcast_in_dim": _broadcast_in_dim,

@@ -23,21 +23,21 @@ from planner.rules.key import EqnKey, Shape
 _PIPELINE = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
 _RULE = "sdy.sharding_rule"
 _PLATFORMS = ("tpu", "cpu")
-"""Lowering platforms, tried in turn. The first keeps most operations whole, where the
-others call into libraries or roll loops that no rule can see through; no such device
-is needed to lower."""
+"""Lowering platforms, in the order in which they are tried. The first keeps most
+operations whole; others call libraries or emit loops, for which there are no rules.
+Lowering needs no such device."""
 
 _FREE = frozenset({"stablehlo.constant", "stablehlo.iota", "stablehlo.create_token"})
 """Operations without operands, whose results may have any sharding."""
 
 _BODIED = frozenset({"reduce", "reduce_window", "select_and_scatter", "composite"})
-"""Primitives, besides the scatters, that lower whole although they hold a jaxpr."""
+"""Primitives besides scatters that lower to one operation although they contain a jaxpr."""
 
 _SKIPPED = ("callback", "infeed", "outfeed", "custom_call", "ffi_call", "debug_print")
 
 
 def read_rules(eqns: Sequence[EqnKey]) -> list[FactorRule | None]:
-    """The rule of each equation, or None where Shardy's registry does not give one."""
+    """The rule of each equation, or None if Shardy's registry does not give one."""
     rules: list[FactorRule | None] = [None] * len(eqns)
     wanted = [n for n, eqn in enumerate(eqns) if _readable(eqn)]
     _read_into(rules, eqns, wanted)
@@ -67,7 +67,7 @@ def _readable(eqn: EqnKey) -> bool:
 def _read_into(
     rules: list[FactorRule | None], eqns: Sequence[EqnKey], wanted: Sequence[int]
 ) -> None:
-    """Fill in the rules of the wanted equations, halving the batch where lowering fails."""
+    """Fill in the rules of the wanted equations, halving the batch if lowering fails."""
     if not wanted:
         return
     for platform in _PLATFORMS if len(wanted) == 1 else _PLATFORMS[:1]:
@@ -197,7 +197,7 @@ class _Reader:
 def _registered(
     attribute: Any, in_shapes: Sequence[Shape], out_shapes: Sequence[Shape]
 ) -> FactorRule:
-    """The rule held by a sharding rule attribute."""
+    """The rule in a sharding rule attribute."""
     rule = sdy.OpShardingRuleAttr(attribute)
 
     def mapped(tensors: Any) -> list[list[list[int]]]:
@@ -253,7 +253,7 @@ def _pointwise(in_shapes: Sequence[Shape], out_shapes: Sequence[Shape]) -> Facto
 
 
 def _logical(rule: FactorRule, eqn: EqnKey) -> FactorRule:
-    """The rule without the trailing dimensions that stand for an element, as of random keys."""
+    """The rule without trailing dimensions that represent one element, as in random keys."""
     operands = [m[: len(s)] for m, s in zip(rule.operands, eqn.in_shapes, strict=True)]
     results = [m[: len(s)] for m, s in zip(rule.results, eqn.out_shapes, strict=True)]
     if tuple(operands) == rule.operands and tuple(results) == rule.results:

@@ -1,11 +1,11 @@
 """The order of a variable elimination, planned on sizes alone.
 
 A table over the nodes in its scope is a *slot*.  Eliminating node x joins the slots that mention x
-and minimises x out; the result is a new slot over their other nodes.  The next node is the one
-whose result is smallest (min-degree, weighted by the logarithms of the domain sizes), the lowest
-index among equals, so that repeated layers are eliminated in the same pattern.
+and minimizes x out; the result is a new slot over their other nodes.  The next node is the one with
+the smallest result (min-degree, weighted by the logarithms of the domain sizes).  Ties go to the
+lowest index, so that repeated layers are eliminated in the same pattern.
 
-When the smallest result would pass the cap, the plan *splits* the node's slots into mini-buckets
+If the smallest result would exceed the cap, the plan *splits* the node's slots into mini-buckets
 that each stay below the cap (the minimum is taken separately in each: a lower bound).
 
 Complexity: O((n + steps * width^2) log n).
@@ -62,7 +62,7 @@ def make_plan(
     Args:
         sizes: domain size per node.
         edges: pairs (i, j) with i < j, each at most once.
-        cap: entries a result may have.
+        cap: most entries of a result.
 
     Returns:
         The plan.
@@ -79,11 +79,11 @@ def make_plan(
 
 
 _UNIT = 1 << 20
-"""Logarithms are held as whole multiples of 1 / _UNIT, so that equal sums are equal."""
+"""Logarithms are stored as integer multiples of 1 / _UNIT, so that equal sums compare equal."""
 
 
 class _Planner:
-    """The interaction graph while nodes leave it."""
+    """The interaction graph, from which nodes are eliminated."""
 
     def __init__(self, sizes: list[int], edges: Sequence[tuple[int, int]]) -> None:
         count = len(sizes)
@@ -117,7 +117,7 @@ class _Planner:
         return slot
 
     def drop(self, slot: int) -> None:
-        """Take a slot away."""
+        """Remove a slot."""
         scope = self.plan.scopes[slot]
         for node in scope:
             del self.slots[node][slot]
@@ -134,7 +134,7 @@ class _Planner:
         return tuple(self.slots[node])
 
     def smallest(self) -> int:
-        """The node left whose elimination builds the smallest table."""
+        """The remaining node whose elimination builds the smallest table."""
         while True:
             load, node = self.heap[0]
             if node in self.left and load == self.load[node]:

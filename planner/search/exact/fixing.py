@@ -1,13 +1,13 @@
-"""Reduced-cost fixing: strategies that can't be part of anything better than a known choice.
+"""Reduced-cost fixing: removes strategies that no choice better than a known one can contain.
 
-Under a reparametrisation (`diffusion`) with bound L, every choice that takes strategy s at
+Under a reparametrization (`diffusion`) with bound L, every choice that takes strategy s at
 node i costs at least
 
     L + (c_i[s] - min c_i) + sum over edges (i, j) of (min_u E_ij[s, u] - min E_ij).
 
-Where that passes the cost U of a known feasible choice, s goes; with a small gap between L and U
-nearly everything goes, and what is left is eliminated exactly.  The memory limit only removes
-choices, so the argument holds under it as well.
+If that exceeds the cost U of a known feasible choice, s is removed.  With a small gap between L and
+U, nearly all strategies are removed, and exact elimination solves the rest.  The memory limit only
+removes choices, so the argument holds under it as well.
 
 Complexity: that of the sweeps, O(edges * S^2) each.
 Papers: Crowder, Johnson and Padberg, "Solving large-scale zero-one linear programming problems",
@@ -24,7 +24,7 @@ from planner.search.relax.bound import diffusion_of
 
 
 def fix_by_bound(problem: Problem, upper_s: float, *, sweeps: int) -> tuple[float, list[Array]]:
-    """Strategies that a choice cheaper than ``upper_s`` can still take.
+    """Strategies that a choice cheaper than ``upper_s`` can contain.
 
     Args:
         problem: the problem; edges should be merged (a reduced problem).
@@ -32,7 +32,7 @@ def fix_by_bound(problem: Problem, upper_s: float, *, sweeps: int) -> tuple[floa
         sweeps: diffusion sweeps.
 
     Returns:
-        ``(lower bound, domains)``: per node the sorted indices kept, never empty.
+        ``(lower bound, domains)``: per node the sorted indices that remain, never empty.
     """
     diffusion = diffusion_of(problem)
     diffusion.sweep(sweeps)

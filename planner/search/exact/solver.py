@@ -1,10 +1,10 @@
-"""Elimination of one reduced problem under changing prices: planned once, run many times.
+"""Eliminates a reduced problem under changing prices: plans once, runs many times.
 
-The plan takes the largest table cap whose work and storage stay within bounds, on the graph as it
-is or with strategy classes (`classes`), whichever is less work.  When even that is not exact the
-run is a mini-bucket relaxation: its value bounds the optimum from below and its decoded choice is a
-start for local search.  Costs are then first reparametrised by `diffusion`, so the value is
-never below the diffusion bound.
+The plan takes the largest table cap whose work and storage stay within bounds, on the plain graph
+or with strategy classes (`strategy_classes`), whichever is less work.  If no such plan is exact,
+the run is a mini-bucket relaxation: its value bounds the optimum from below and its decoded choice
+is a start for local search.  `diffusion` then reparametrizes the costs first, so the value is never
+below the diffusion bound.
 
 Complexity: two plans; per run, the work of the script.
 """
@@ -24,10 +24,10 @@ from planner.search.problem import Array
 from planner.search.relax.bound import diffusion_of
 
 STORE = 100_000_000
-"""Table entries a run may hold at a time."""
+"""Maximum table entries that a run may hold at a time."""
 
 EASY = 20_000_000
-"""Joined entries below which no other plan is looked for."""
+"""Joined entries up to which no other plan is tried."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,12 +40,12 @@ class SolverRoute:
 
 
 class Eliminator:
-    """Minimise node costs + edge costs of a reduced problem by elimination.
+    """Minimizes node costs + edge costs of a reduced problem by elimination.
 
     Args:
         reduction: the reduced problem.
         cap: entries of the largest table.
-        work: joined entries a run may cost; the cap shrinks until it does.
+        work: maximum joined entries of a run; the cap shrinks until a run is within it.
         sweeps: diffusion sweeps that tighten a relaxation.
 
     Attributes:
@@ -85,7 +85,7 @@ class Eliminator:
             prices: flat extra cost of every strategy of every reduced node, or None.
 
         Returns:
-            ``(value, choice)`` as `elimination.run_script` gives them.
+            ``(value, choice)`` as `elimination.run_script` returns them.
         """
         unary = self.unary
         if prices is not None:
@@ -98,12 +98,12 @@ class Eliminator:
 
 
 def choose_route(reduction: ReducedProblem, cap: int = CAP, work: float = 4e9) -> SolverRoute:
-    """The cheapest exact plan, or the relaxation with the largest cap that keeps within the bounds.
+    """The cheapest exact plan, or the relaxation with the largest cap within the bounds.
 
     Args:
         reduction: the reduced problem.
         cap: entries of the largest table, to start from.
-        work: joined entries a run may cost.
+        work: maximum joined entries of a run.
 
     Returns:
         The route.
@@ -124,12 +124,12 @@ def choose_route(reduction: ReducedProblem, cap: int = CAP, work: float = 4e9) -
 
 
 def _affordable(route: SolverRoute, work: float) -> bool:
-    """Whether a run keeps within the work and the storage."""
+    """Whether a run is within the limits of work and storage."""
     return route.work <= work and route.plan.entries <= STORE
 
 
 def _route(pool: Pool, graph: Classed, cap: int) -> SolverRoute:
-    """Plan a graph and count the work."""
+    """Plan the elimination of a graph and count its work."""
     plan = make_plan(graph.sizes, list(graph.pairs), cap)
     inputs = [*graph.unary, *graph.pairs.values()]
     return SolverRoute(graph, plan, make_script(plan, inputs, share=pool.share).work)

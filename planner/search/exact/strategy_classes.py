@@ -1,8 +1,8 @@
-"""Strategy classes: edges see far fewer different rows than a node has strategies.
+"""Strategy classes: an edge table has far fewer distinct rows than its node has strategies.
 
 An edge table is often a function of a few properties (the layout a strategy produces), so many of
 its rows are equal.  With r < S distinct rows, an edge E[s, u] of node a becomes a table over
-(class, u) and a node z of r classes, tied to a by T[s, z] = 0 if s is of class z, infinity
+(class, u) and a node z of r classes, tied to a by T[s, z] = 0 if s is in class z, infinity
 otherwise.  The minimum is unchanged; an elimination then builds tables over classes instead of
 strategies.  Edges of a node with the same classes share one z.
 
@@ -21,12 +21,12 @@ from planner.search.exact.tables import Pool
 from planner.search.problem import Array
 
 WORTH = 0.75
-"""Classes are introduced when they are at most this share of the strategies."""
+"""Classes are introduced if their number is at most this share of the strategies."""
 
 
 @dataclass(frozen=True, eq=False)
 class Classed:
-    """A graph with class nodes behind the original ones.
+    """A graph with class nodes after the original ones.
 
     Attributes:
         sizes: domain size per node, the class nodes last.
@@ -48,7 +48,7 @@ def add_classes(pool: Pool, unary: list[int], pairs: dict[tuple[int, int], int])
         pairs: (i, j), i < j, to the id of the edge table.
 
     Returns:
-        The graph; with no class worth having, it equals the one given.
+        The graph; it equals the given graph if no classes are worth introducing.
     """
     graph = Classed([pool.tables[cost].size for cost in unary], list(unary), {})
     seats: dict[tuple[int, int], int] = {}

@@ -1,8 +1,8 @@
 """Hash-consed tables: equal arrays get one number, and work on them is done once.
 
-A network of repeated layers holds the same few cost tables many times.  ``Pool.intern`` gives equal
-content the same id (a 32-bit checksum finds the bucket, an exact comparison decides);
-``Pool.derive`` and ``Pool.note`` remember any function of interned tables under a key made of ids.
+A network of repeated layers has the same few cost tables many times.  ``Pool.intern`` gives equal
+content the same id (a 32-bit checksum selects the bucket, an exact comparison decides);
+``Pool.derive`` and ``Pool.note`` cache functions of interned tables under a key of ids.
 
 Paper: Ershov, "On programming of arithmetic operations", CACM 1(8), 1958 (hash consing).
 """
@@ -24,8 +24,7 @@ class Pool:
     """Interned arrays.
 
     Args:
-        share: when False, nothing is shared (every array gets its own id); for measuring and
-            testing.
+        share: if False, nothing is shared (every array gets a new id); for measuring and testing.
     """
 
     def __init__(self, share: bool = True) -> None:
@@ -51,7 +50,7 @@ class Pool:
         return bucket[-1]
 
     def intern_costs(self, array: Array) -> int:
-        """Id of a cost table, forbidden entries made infinite; O(1) for an object seen before."""
+        """Id of a cost table with infinite forbidden entries; O(1) for an object seen before."""
         known = self._objects.get(id(array))
         if known is not None and self.share:
             return known[1]

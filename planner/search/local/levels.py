@@ -1,4 +1,4 @@
-"""Axis-by-axis decisions: the levels of ``recursive_programming``, also a start for others.
+"""Axis-by-axis decisions: the levels of ``recursive_programming``, also a start for other searches.
 
 Complexity: per level one narrow elimination, O(nodes * D^3) for D strategies per level.
 """
@@ -20,7 +20,7 @@ from planner.search.problem import Array, Problem, fits
 from planner.search.progress import time_is_up
 
 STEP, RUNGS, MOST = 0.95, 200, 12
-"""Ratio of the limits of the ladder; its rungs; and how many of them are taken."""
+"""Ratio between the limits of the ladder, its number of rungs, and the maximum number tried."""
 
 
 def decide_levels(problem: Problem, cap: int, deadline: float) -> tuple[int, ...]:
@@ -56,7 +56,7 @@ def decide_levels(problem: Problem, cap: int, deadline: float) -> tuple[int, ...
 def _domains(
     levels: Sequence[Array], level: int, choice: Sequence[int] | None, *, strict: bool
 ) -> list[Array]:
-    """Per node, the strategies open at a level (loose: later axes are left free)."""
+    """Per node, the strategies allowed at a level; unless ``strict``, later axes are free."""
     domains: list[Array] = []
     cache: dict[tuple[int, int], Array] = {}
     for node, codes in enumerate(levels):
@@ -77,7 +77,7 @@ def _domains(
 def _solve_level(
     problem: Problem, domains: list[Array], cap: int, deadline: float
 ) -> tuple[int, ...] | None:
-    """Solve one level by narrow elimination and single-node moves; None when it is forbidden."""
+    """Solve one level by narrow elimination and single-node moves; None if it is forbidden."""
     reduction = reduce_problem(problem, keep_memory=False, domains=domains)
     if reduction.dead is not None:
         return None
@@ -92,7 +92,7 @@ def _solve_level(
 
 
 def _descended(reduction: ReducedProblem, start: Sequence[int], deadline: float) -> list[int]:
-    """Single-node moves in index order, the memory limit aside."""
+    """Make single-node moves in index order, ignoring the memory limit."""
     part = reduction.problem
     free = Problem(part.names, part.cost_s, part.edges, (), math.inf)
     state = MoveState(free, MemoryTimeline(free), start)
@@ -101,11 +101,11 @@ def _descended(reduction: ReducedProblem, start: Sequence[int], deadline: float)
 
 
 def polished(whole: ReducedProblem, choice: Sequence[int], deadline: float) -> tuple[int, ...]:
-    """Moves over all strategies of a reduction, and memory repair.
+    """Improve a choice by moves over all strategies of a reduction, with memory repair.
 
-    Where the best choice passes the limit, it is brought under the limits of a fixed ladder below
-    that choice's peak, those that are within this limit. So the rungs of a tighter limit are among
-    those of a looser one, and what it finds is found there, too.
+    If the best choice exceeds the limit, it is repaired under the limits of a fixed ladder below
+    that choice's peak: the rungs that are within this limit. So the rungs of a tighter limit are
+    among those of a looser one, and a choice found under the tighter limit is found there, too.
 
     Args:
         whole: a reduction that keeps memory.
@@ -141,7 +141,7 @@ def polished(whole: ReducedProblem, choice: Sequence[int], deadline: float) -> t
         rungs += 1
         if state.cost() < cost:
             cost, best = state.cost(), state.choice.copy()
-    if math.isinf(cost):  # the rungs within the limit are out of reach
+    if math.isinf(cost):  # no rung within the limit was reached
         state.reset(first)
         state.limit = limit
         if repair(state, deadline):

@@ -1,4 +1,4 @@
-"""Memory over time in compressed form: only moments that can be the peak are kept.
+"""Memory over time in compressed form, which has only moments that can be the peak.
 
 The usages live at a moment form a clique of an interval graph.  Memory can only peak at a start
 that is followed by an end before the next start (the maximal cliques); every other moment is
@@ -25,8 +25,8 @@ class MemoryTimeline:
     """The usages of a problem on its non-dominated moments.
 
     Attributes:
-        moments: [K] the kept moments.
-        base: [K] bytes that no usage names: none.
+        moments: [K] the non-dominated moments.
+        base: [K] bytes that belong to no usage: zeros.
         offsets: [nodes + 1] where each node's strategies begin in a flat array over all nodes.
         node, low, high: [U] per live usage, its node and index range.
         flat_bytes: bytes of all usages, concatenated; ``flat_at[u]`` is where usage u begins.
@@ -56,7 +56,7 @@ class MemoryTimeline:
         self.flat_home = np.repeat(self.offsets[self.node], lengths) + within if live else within
 
     def profile(self, choice: Sequence[int] | Array) -> Array:
-        """[K] bytes live at each kept moment under a choice."""
+        """[K] bytes live at each moment under a choice."""
         taken = self.flat_bytes[self.flat_at + np.asarray(choice, dtype=np.int64)[self.node]]
         return self.accumulate(taken)
 
@@ -65,7 +65,7 @@ class MemoryTimeline:
         return live_sums(self.low, self.high, taken, self.moments.size)
 
     def envelope(self) -> Array:
-        """[K] the most bytes any choice can have live at each moment."""
+        """[K] the maximum of the live bytes of all choices at each moment."""
         if not self.node.size:
             return np.zeros(self.moments.size)
         return self.accumulate(np.maximum.reduceat(self.flat_bytes, self.flat_at))
@@ -117,12 +117,12 @@ def lived_through(low: Array, high: Array, multipliers: Array) -> Array:
 
 
 def local_peaks(profile: Array, above: float, most: int, span: int) -> list[int]:
-    """The highest moments of a profile that lie apart.
+    """The highest moments of a profile, more than ``span`` moments apart.
 
     Args:
         profile: [K] bytes.
-        above: only moments with more than this.
-        most: how many.
+        above: only moments with more bytes than this.
+        most: maximum number of moments.
         span: moments on either side of a peak that count as the same one.
 
     Returns:

@@ -1,12 +1,12 @@
-"""A choice under local moves, with every move's price and memory kept at hand.
+"""A choice under local moves, with up-to-date costs and memory for all moves.
 
 For each node i and strategy s the state holds, in one flat array,
 
     d_i[s] = c_i[s] + sum over edges (i, j) of E_ij[s, x_j],
 
-the part of the cost that depends on node i if it moved to s.  The memory over the non-dominated
-moments is held too, so a move is allowed when, on each of the node's segments (runs of moments with
-the same live usages), peak + bytes[s] - bytes[x_i] stays within the limit.
+the part of the cost that depends on node i if it moved to s.  The state also holds the memory over
+the non-dominated moments.  A move is allowed if, on each of the node's segments (runs of moments
+with the same live usages), peak + bytes[s] - bytes[x_i] stays within the limit.
 
 Complexity: O(degree^2 * S) per move of a node with S strategies; O(moments it lives) to test one.
 Paper: Besag, "On the statistical analysis of dirty pictures", J. Royal Stat. Soc. B 48, 1986
@@ -26,7 +26,7 @@ from planner.search.progress import time_is_up
 
 
 class MoveState:
-    """A choice of a problem and its neighbourhood.
+    """A choice of a problem and its neighborhood.
 
     Args:
         problem: the problem; edges should be merged and few (a reduced problem).
@@ -72,14 +72,14 @@ class MoveState:
         return part
 
     def least(self, edge: int) -> float:
-        """The least entry of an edge's table."""
+        """The smallest entry of an edge's table."""
         key = id(self.tables[edge])
         if key not in self._least:
             self._least[key] = float(self.tables[edge].min())
         return self._least[key]
 
     def move(self, node: int, strategy: int) -> None:
-        """Move a node and bring its neighbours' costs and the memory up to date."""
+        """Move a node and update its neighbors' costs and the memory."""
         for low, high, taken in self.segments[node]:
             self.profile[low:high] += taken[strategy] - taken[self.choice[node]]
         self.choice[node] = strategy
@@ -87,7 +87,7 @@ class MoveState:
             self.row(other)[:] = self.conditional(other)
 
     def allowed(self, node: int) -> Array:
-        """Mask of the strategies a node can move to without passing the limit where it lives."""
+        """Mask of the strategies that a node can move to without exceeding the memory limit."""
         mask = np.ones(self.unary[node].size, dtype=bool)
         if np.isfinite(self.limit):
             now = self.choice[node]
@@ -128,7 +128,7 @@ def descend(state: MoveState, deadline: float) -> bool:
     gains.
 
     Args:
-        state: the state; it must respect the memory limit for the result to.
+        state: the state; the result respects the memory limit only if the state does.
         deadline: monotonic time to stop at.
 
     Returns:
@@ -153,7 +153,7 @@ def descend(state: MoveState, deadline: float) -> bool:
 
 
 def descend_pairs(state: MoveState, deadline: float) -> bool:
-    """Move the two ends of an edge together when that gains: one pass over the edges.
+    """Move the two ends of an edge together if that gains: one pass over the edges.
 
     Args:
         state: the state.
@@ -187,8 +187,8 @@ def descend_pairs(state: MoveState, deadline: float) -> bool:
 
 
 def pair_costs(state: MoveState, number: int) -> Array:
-    """[S_a, S_b] the part of the cost that depends on the two nodes of an edge, which is the only
-    one between them."""
+    """[S_a, S_b] the part of the cost that depends on the two nodes of an edge, which must be the
+    only edge between them."""
     edge = state.problem.edges[number]
     left, right = state.conditional(edge.a, edge.b), state.conditional(edge.b, edge.a)
     joint: Array = left[:, None] + right[None, :] + state.tables[number]
@@ -215,7 +215,7 @@ def _segments(timeline: MemoryTimeline, problem: Problem) -> list[list[tuple[int
 
 
 def _disjoint(parts: list[tuple[int, int, Array]]) -> list[tuple[int, int, Array]]:
-    """Overlapping intervals cut into disjoint ones whose bytes are added."""
+    """Cut overlapping intervals into disjoint ones and add their bytes."""
     cuts = sorted({at for low, high, _ in parts for at in (low, high)})
     place = {at: k for k, at in enumerate(cuts)}
     change = np.zeros((len(cuts), parts[0][2].size))

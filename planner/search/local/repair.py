@@ -1,14 +1,14 @@
-"""Bringing a choice under the memory limit with greedy moves, then improving it there.
+"""Brings a choice under the memory limit with greedy moves, then improves it there.
 
 At the moment of the peak, every move of a live node that frees memory there is priced at
 
     (extra cost) / min(bytes saved, bytes in excess),
 
-and the cheapest is taken, provided no other moment rises above the old peak.  When no single move
-is left, pairs of neighbouring nodes are tried.  Once feasible, single and pair moves that stay
-feasible lower the cost (`moves`).
+and the cheapest is taken, provided no other moment rises above the old peak.  If no single move is
+left, pairs of neighboring nodes are tried.  Once the choice is feasible, single and pair moves that
+stay feasible lower the cost (`moves`).
 
-Complexity: O(all strategies) per move for the pricing, vectorised.
+Complexity: O(all strategies) per move for the pricing, vectorized.
 Paper: the greedy ratio rule of Dantzig, "Discrete-variable extremum problems", Operations Research
 5, 1957, on the multiple-choice knapsack of the peak moment.
 """
@@ -22,16 +22,16 @@ from planner.search.problem import Array, Problem, fits
 from planner.search.progress import time_is_up
 
 _PAIRS = 400
-"""Edges tried per pair move."""
+"""Maximum number of edges tried per pair move."""
 
 
 def repair(state: MoveState, deadline: float, target: float | None = None) -> bool:
-    """Move until the peak is within the limit.
+    """Make moves until the peak is within the limit.
 
     Args:
         state: the state, changed in place.
         deadline: monotonic time to stop at.
-        target: peak to reach, when it is not the problem's limit.
+        target: peak to reach; None: the state's limit.
 
     Returns:
         Whether the peak is within the target.
@@ -51,7 +51,7 @@ def polish(state: MoveState, deadline: float, *, pairs: bool = True) -> None:
     Args:
         state: a feasible state, changed in place.
         deadline: monotonic time to stop at.
-        pairs: whether to try pairs of neighbours after single nodes.
+        pairs: whether to try pairs of neighbors after single nodes.
     """
     descend(state, deadline)
     for _ in range(20):
@@ -61,7 +61,7 @@ def polish(state: MoveState, deadline: float, *, pairs: bool = True) -> None:
 
 
 def pairs_are_cheap(problem: Problem) -> bool:
-    """Whether one pass over all pairs of neighbours takes well below a second."""
+    """Whether one pass over all pairs of neighbors takes well below a second."""
     return len(problem.edges) <= 3000 and sum(e.cost_s.size for e in problem.edges) <= 3_000_000
 
 
@@ -74,7 +74,7 @@ def live_bytes(state: MoveState, moment: int) -> Array:
 
 
 def _single(state: MoveState, goal: float) -> bool:
-    """Take the cheapest single move that lowers the peak; False when there is none."""
+    """Make the cheapest single move that lowers the peak; False if there is none."""
     moment = int(np.argmax(state.profile))
     top = state.peak()
     taken = live_bytes(state, moment)
@@ -98,7 +98,7 @@ def _single(state: MoveState, goal: float) -> bool:
 
 
 def _stays_below(state: MoveState, node: int, strategy: int, top: float) -> bool:
-    """Whether every moment that a move makes grow stays below ``top``."""
+    """Whether all moments at which a move adds memory stay below ``top``."""
     now = int(state.choice[node])
     for low, high, taken in state.segments[node]:
         change = float(taken[strategy] - taken[now])
@@ -108,7 +108,7 @@ def _stays_below(state: MoveState, node: int, strategy: int, top: float) -> bool
 
 
 def _pair(state: MoveState, goal: float, deadline: float) -> bool:
-    """Take the cheapest move of two neighbours that lowers the peak; False when there is none."""
+    """Make the cheapest move of two neighbors that lowers the peak; False if there is none."""
     moment, top = int(np.argmax(state.profile)), state.peak()
     taken = live_bytes(state, moment)
     best: tuple[float, int, int, int, int] | None = None
@@ -145,7 +145,7 @@ def _pair(state: MoveState, goal: float, deadline: float) -> bool:
 
 
 def _pair_lowers(state: MoveState, a: int, s: int, b: int, u: int, top: float) -> bool:
-    """Whether moving two nodes leaves no grown moment at or above the old peak."""
+    """Whether all moments at which moving two nodes adds memory stay below ``top``."""
     profile = state.profile.copy()
     for node, strategy in ((a, s), (b, u)):
         for low, high, taken in state.segments[node]:

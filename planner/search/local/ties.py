@@ -1,12 +1,13 @@
-"""Among choices of equal cost the one that takes less memory: a last descent for every search.
+"""Prefers the choice with less memory at equal cost: a final descent for every search.
 
-A search stops when nothing is cheaper (or when its bound says so within a tolerance), so it is
-indifferent between choices of equal cost. Here single nodes, then pairs of neighbours move while
-that lowers the cost, or, at equal cost, the bytes, and never raises the memory peak. Equal means
-within the rounding of the sums, so bounds and proofs of the choice hold for the result as well.
+A search stops if nothing is cheaper (or if its bound proves so within a tolerance), so it does not
+distinguish choices of equal cost. Here single nodes, then pairs of neighbors move if that lowers
+the cost, or, at equal cost, the bytes without raising the memory peak. Single nodes also move if
+that lowers the peak at equal cost. Equal means within the rounding of the sums, so bounds and
+proofs of the choice also hold for the result.
 
-Where an exact elimination is easy, one of costs with a small price on memory starts the descent
-elsewhere as well; of two results of equal cost the one with the lower peak is taken.
+If an exact elimination is easy, a second descent starts from the optimum of the costs plus a small
+price on memory. Of two results of equal cost, the one with the lower peak is taken.
 
 Complexity: O(all strategies) per pass over nodes, O(all table entries) per pass over edges.
 Paper: Besag, "On the statistical analysis of dirty pictures", J. Royal Stat. Soc. B 48, 1986
@@ -29,11 +30,11 @@ from planner.search.local.repair import live_bytes
 from planner.search.problem import Array, Problem, fits
 
 ROUNDS = 20
-"""Passes over nodes and edges at most."""
+"""Maximum number of passes over nodes and edges."""
 LARGEST = 1_000_000
-"""Entries of an edge's table up to which its ends are moved together."""
+"""Maximum entries of an edge's table for its ends to move together."""
 TRIES = 8
-"""Moves of a pair that are checked for memory."""
+"""Maximum number of moves of a pair that are checked for memory."""
 BYTE = 0.5
 """Savings below this are rounding."""
 EQUAL = 1e-12
@@ -41,17 +42,17 @@ EQUAL = 1e-12
 EASY = 1e7
 """Joined entries up to which the elimination is tried."""
 PRICE = 1e-6
-"""What all bytes cost in it, relative to the cost of the choice."""
+"""Price of all bytes in the elimination, relative to the cost of the choice."""
 
 
 def less_memory(problem: Problem, choice: Sequence[int], nbytes: Sequence[Array]) -> Array:
-    """A choice that costs no more and takes no more memory.
+    """A choice that costs no more and, at equal cost, takes no more memory.
 
     Args:
         problem: the problem.
         choice: a feasible choice.
-        nbytes: per node, bytes per strategy that count besides the usages' average (those of
-            arrays that are stored between steps).
+        nbytes: per node, bytes per strategy that count in addition to the usages' average (those
+            of arrays that are stored between steps).
 
     Returns:
         [nodes] the choice after the descent.
@@ -75,7 +76,7 @@ def less_memory(problem: Problem, choice: Sequence[int], nbytes: Sequence[Array]
 
 
 def _descend(state: MoveState, weight: Array) -> None:
-    """Moves of nodes and pairs until none gains."""
+    """Move nodes and pairs until no move gains."""
     for _ in range(ROUNDS):
         moved = _singles(state, weight)
         if not (_pairs(state, weight) or moved):
@@ -83,7 +84,7 @@ def _descend(state: MoveState, weight: Array) -> None:
 
 
 def _rank(state: MoveState, weight: Array, base: MoveState) -> tuple[float, float, float]:
-    """Cost, peak and bytes; differences to ``base`` within the rounding count for nothing."""
+    """Extra cost and peak over ``base``, zero if within rounding; and the bytes."""
     cost, peak = base.cost(), base.peak()
     extra, more = state.cost() - cost, state.peak() - peak
     return (
@@ -94,7 +95,7 @@ def _rank(state: MoveState, weight: Array, base: MoveState) -> tuple[float, floa
 
 
 def _eliminated(problem: Problem, weight: Array, state: MoveState) -> tuple[int, ...] | None:
-    """The optimum without the memory limit and with memory at a price, where that is easy."""
+    """The optimum with a price on memory instead of the limit; None if that is not easy."""
     price = PRICE * state.cost() / max(float(weight[state.offsets[:-1] + state.choice].sum()), BYTE)
     parts = np.split(price * weight, state.offsets[1:-1])
     costs = tuple(cost + part for cost, part in zip(problem.cost_s, parts, strict=True))
@@ -129,7 +130,7 @@ def _singles(state: MoveState, weight: Array) -> bool:
 
 
 def _move(state: MoveState, weight: Array, node: int) -> bool:
-    """The best move of a node, if one gains."""
+    """Make the best move of a node if one gains; whether it moved."""
     now, tolerance = int(state.choice[node]), state.tolerance()
     row = state.row(node)
     extra = row - row[now]
@@ -160,7 +161,7 @@ def _peak_after(state: MoveState, node: int, strategy: int) -> float:
 
 
 def _pairs(state: MoveState, weight: Array) -> bool:
-    """Move the ends of each edge together where that gains; whether anything moved."""
+    """Move the ends of each edge together if that gains; whether anything moved."""
     moved = False
     for number, edge in enumerate(state.problem.edges):
         if edge.cost_s.size > LARGEST:

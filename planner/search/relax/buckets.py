@@ -1,10 +1,10 @@
-"""Compiled variable elimination over a factor graph, with conditioning where it would be too wide.
+"""Compiled variable elimination over a factor graph, with conditioning if it would be too wide.
 
-The nodes leave in min-degree order (degrees weighted by the logarithms of the domain sizes).  A
-node's factors are joined and the node is minimised out; the result is a factor over its neighbours.
-When the cheapest join left would pass ``cap`` entries the node with the heaviest neighbourhood is
-fixed at its present value and the run goes on.  Backtracking gives a choice that is optimal for all
-nodes that were not fixed.
+Nodes are eliminated in min-degree order (degrees weighted by the logarithms of the domain sizes).
+A node's factors are joined and the node is minimized out; the result is a factor over its
+neighbors.  If the cheapest remaining join would exceed ``cap`` entries, the node with the heaviest
+neighborhood is fixed at its current value and the run continues.  Backtracking gives a choice that
+is optimal for all nodes that were not fixed.
 
 Complexity: O(nodes * width^2) bookkeeping and at most ``cap`` entries per join.
 Papers: Bertele and Brioschi, "Nonserial Dynamic Programming", 1972; Dechter, "Enhancement schemes
@@ -43,10 +43,10 @@ def _join(
     width: int,
     domain_size: int,
 ) -> int:
-    """Minimise the sum of ``count`` factors over a node of ``domain_size`` strategies.
+    """Minimize the sum of ``count`` factors over a node with ``domain_size`` strategies.
 
     Factor f reads ``data[base[f] + s * step[f] + sum_j index_j * stride[f, j]]``; the result is
-    written from ``data[top]`` on, row-major over ``sizes[:width]``.
+    written to ``data`` from ``top`` on, row-major over ``sizes[:width]``.
     """
     total = 1
     for j in range(width):
@@ -104,7 +104,7 @@ def _backtrack(
     used: Array,
     choice: Array,
 ) -> None:
-    """Give every eliminated node its best strategy, latest first, the others being known."""
+    """Set the best strategy of every eliminated node, in reverse order of elimination."""
     for i in range(order.size - 1, -1, -1):
         x = order[i]
         total = np.zeros(sizes[x])
@@ -144,9 +144,9 @@ def eliminate(
         scope_at, scope: [F + 1], [.] the ascending nodes of each factor.
         data_at: [F] where each factor's row-major table begins in ``table``.
         table: all tables.
-        choice: [n] present strategies; overwritten by the best for all nodes that are not fixed.
+        choice: [n] current strategies; overwritten by the best for all nodes that are not fixed.
         held: [n] nodes fixed from the start.
-        cap: entries that one join may have.
+        cap: maximum entries of one join.
         noise: [n] positive weights that perturb which nodes are fixed.
     """
     n = sizes.size
@@ -168,7 +168,7 @@ def eliminate(
     link_factor = np.empty(max(2 * scope.size, 16), np.int64)
     link_next = np.empty(max(2 * scope.size, 16), np.int64)
     links = 0
-    # neighbour lists, kept in a pool
+    # neighbor lists, stored in a pool
     near_at = np.zeros(n, np.int64)
     near_count = np.zeros(n, np.int64)
     near_room = np.zeros(n, np.int64)
@@ -317,7 +317,7 @@ def eliminate(
                 head[out[j]] = links
                 links += 1
             top += entries
-        for j in range(width):  # neighbours lose x and get to know one another
+        for j in range(width):  # remove x from its neighbors and connect them with each other
             v = out[j]
             stamp += 1
             mark[v] = stamp

@@ -14,5 +14,5 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def compiled(function: F) -> F:
-    """Compile a function of arrays and numbers; it runs without the interpreter's lock."""
+    """Compile a function of arrays and numbers; it runs without the global interpreter lock."""
     return cast(F, njit(cache=True, nogil=True)(function))

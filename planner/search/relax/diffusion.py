@@ -1,19 +1,19 @@
-"""Sequential min-sum diffusion (reparametrisation) of one problem, or of many of one shape.
+"""Sequential min-sum diffusion (reparametrization) of one problem, or of many of one shape.
 
 The costs are rewritten without changing the cost of any choice,
 
     c_i[s] + sum_e m_e,i[s]   and   E_ab[s, u] - m_e,a[s] - m_e,b[u],
 
-and whatever the messages m are, the sum of the node minima and edge minima is a lower bound.  Nodes
-are visited in order, forth and back.  At a node every edge from behind first gives its row minima
-to the node; then the node hands an equal part of its costs to each edge that leads onwards,
-1 / max(edges onwards, edges backwards) each.  Both moves leave the bound as it is or raise it.  It
-is exact on trees.
+and for any messages m, the sum of the node minima and edge minima is a lower bound.  A sweep visits
+the nodes in order, forward and then backward.  At a node, every edge to an earlier node of the pass
+first moves its row minima to the node; then the node moves an equal part of its costs to each edge
+to a later node: 1 / max(edges to later nodes, edges to earlier nodes) each.  Neither move lowers
+the bound.  The bound is exact on trees.
 
 All arrays have a leading dimension [members]: problems with the same nodes, edges and strategies
-but other costs take the same array operations.  One problem is one member.  An edge may see its
-ends through *codes*, of which there are fewer than strategies: its table and messages then live on
-codes, and a node hands on the part that all strategies of a code have in common.
+but different costs take the same array operations.  One problem is one member.  An edge may depend
+on its ends through *codes*, of which there are fewer than strategies: its table and messages are
+then indexed by codes, and a node passes on the part that all strategies of a code have in common.
 
 Complexity: O(members * entries of the tables) per sweep.
 Papers: Kolmogorov, "Convergent tree-reweighted message passing for energy minimization", PAMI 28,
@@ -30,15 +30,15 @@ import numpy as np
 from planner.search.problem import Array
 
 Turn: TypeAlias = tuple[list[tuple[int, int]], list[tuple[int, int]], float]
-"""What a node does on its turn: the ends of edges that it gathers from, those that it hands a part
-to, and that part."""
+"""A visit of a node: the ends of edges that it gathers from, those that it passes a part to, and
+that part."""
 
 
 class End:
     """One end of an edge: the code of every strategy of its node.
 
     Args:
-        code: [strategies] codes, all of which occur; None: every strategy is its own code.
+        code: [strategies] codes, all of which occur; None: every strategy has a separate code.
     """
 
     def __init__(self, code: Array | None) -> None:
@@ -48,7 +48,7 @@ class End:
             self._starts = np.searchsorted(code[self._order], np.arange(int(code.max()) + 1))
 
     def least(self, values: Array) -> Array:
-        """[members, codes] the least of [members, strategies] values of each code."""
+        """[members, codes] the minimum over each code of values [members, strategies]."""
         if self.code is None:
             return values
         least: Array = np.minimum.reduceat(values[:, self._order], self._starts, axis=1)
@@ -64,10 +64,10 @@ class End:
 
 
 class Diffusion:
-    """Problems of one shape under reparametrisation.
+    """Problems of one shape under reparametrization.
 
-    After a sweep every edge's least entry, per code of its first end, is zero, up to rounding: that
-    end came last and took it.
+    After a sweep, the minimum of every edge's entries, per code of its first end, is zero up to
+    rounding: that end was visited last and took it.
 
     Args:
         unary: per node, [members, strategies] finite costs; copied.
@@ -76,10 +76,10 @@ class Diffusion:
         codes: per edge, the codes of its ends; None: strategies.
 
     Attributes:
-        unary: per node, its present costs.
+        unary: per node, its current costs.
         tables: the tables as given.
-        messages: per edge, what was taken out of its rows, [members, codes of the first end], and
-            columns.
+        messages: per edge, the amounts moved out of its rows, [members, codes of the first end],
+            and out of its columns.
     """
 
     def __init__(
@@ -105,13 +105,13 @@ class Diffusion:
         self._scratch = np.empty(max((table.size for table in self.tables), default=0))
 
     def keep(self, rows: Array) -> None:
-        """Forget the other members."""
+        """Drop all members except ``rows``."""
         self.unary = [cost[rows] for cost in self.unary]
         self.tables = [table[rows] for table in self.tables]
         self.messages = [(left[rows], right[rows]) for left, right in self.messages]
 
     def rest(self, k: int) -> Array:
-        """[members, codes, codes] the present costs of an edge."""
+        """[members, codes, codes] the current costs of an edge."""
         left, right = self.messages[k]
         rest: Array = self.tables[k] - left[:, :, None] - right[:, None, :]
         return rest
@@ -127,10 +127,10 @@ class Diffusion:
         return total
 
     def sweep(self, times: int = 1) -> None:
-        """Visit all nodes forth and back ``times`` times."""
+        """Visit all nodes forward and backward, ``times`` times."""
         for _ in range(times):
             for node, turn in enumerate(self._forth):
-                if not self._swept:  # later, the node has taken what the edges onwards give
+                if not self._swept:  # after a sweep, the node has the minima of its later edges
                     turn = ([(k, side) for k, side, _ in self.near[node]], *turn[1:])
                 self._visit(node, turn)
             for node in reversed(range(len(self.unary))):
@@ -138,7 +138,7 @@ class Diffusion:
             self._swept = True
 
     def _visit(self, node: int, turn: Turn) -> None:
-        """Gather the minima of edges, then hand parts on."""
+        """Gather the minima of edges, then pass parts on."""
         behind, onward, share = turn
         for k, side in behind:
             self._shift(k, side, node, self._least(k, side))
@@ -149,7 +149,7 @@ class Diffusion:
                 self._shift(k, side, node, part)
 
     def _least(self, k: int, side: int) -> Array:
-        """[members, codes] what an edge can give its end: the least entries of its rows."""
+        """[members, codes] the amount that an edge can move to its end: its row minima."""
         table, (left, right) = self.tables[k], self.messages[k]
         spare = self._scratch[: table.size].reshape(table.shape)
         if side == 0:
@@ -166,7 +166,8 @@ class Diffusion:
 
 
 def _turn(node: int, near: Sequence[tuple[int, int, int]], *, ahead: bool) -> Turn:
-    """The turn of a node on the way forth (``ahead``) or back; ``near``: edge, side, other node."""
+    """The visit of a node in the forward (``ahead``) or backward pass; ``near``: edge, side, other
+    node."""
     onward = [(k, side) for k, side, other in near if (other > node) == ahead]
     behind = [(k, side) for k, side, other in near if (other > node) != ahead]
     return behind, onward, 1.0 / max(len(onward), len(behind), 1)

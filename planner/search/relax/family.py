@@ -1,19 +1,19 @@
 """Many problems of one shape at once: a lower bound and a choice for each, by message passing.
 
-The problems of a family have the same nodes, edges and strategies, but other costs: one train step
-on many meshes. All arrays have a leading dimension [members], so that every step of the algorithm
-is one array operation for all members, and Python's share does not grow with their number.
+The problems of a family have the same nodes, edges and strategies, but different costs: one train
+step on many meshes. All arrays have a leading dimension [members]. So every step of the algorithm
+is one array operation for all members, and the overhead of Python does not grow with their number.
 
 An edge's cost depends on its ends only through *codes*, of which there are fewer than strategies
-(all strategies that shard the value that flows alike have one code): tables are [members, codes of
-a, codes of b], and messages live on codes, too.
+(all strategies with the same sharding of the value that flows share a code). Tables are
+[members, codes of a, codes of b], and messages are also indexed by codes.
 
 * Bound: min-sum diffusion (`diffusion`), all members at once.
 * Choice: nodes take, in order, the best strategy given those already taken and the messages, then
   single nodes move while that lowers the cost.
 
-Forbidden strategies get a price above the cost of some allowed choice, so that the bound stays one
-of the best allowed choice.
+The price of forbidden strategies is above the cost of some allowed choice, so the bound remains a
+bound of the best allowed choice.
 
 Complexity: O(members * entries of the tables) per sweep.
 Papers: Kolmogorov, PAMI 28, 2006 (the order of messages, and choices from them); Werner, PAMI 29,
@@ -30,13 +30,13 @@ from planner.search.problem import Array
 from planner.search.relax.diffusion import Diffusion
 
 MOVES = 6
-"""Passes of single-node moves at most."""
+"""Maximum number of passes of single-node moves."""
 LOOK = 6
 """Sweeps between two choices."""
 CLOSED = 1e-7
 """Relative gap at which a member needs no more sweeps."""
 KEPT = 0.7
-"""Share of the members still in question below which the others' tables are dropped."""
+"""Share of open members below which the tables of the other members are dropped."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,21 +52,22 @@ class FamilyEdge:
 
 @dataclass(frozen=True, eq=False)
 class Family:
-    """Problems of one shape. ``unary[i]``: [members, strategies] seconds, infinite where a member
-    lacks the strategy. Edges are finite, no cost is negative, and every node has some strategy."""
+    """Problems of one shape. ``unary[i]``: [members, strategies] seconds, infinite if a member
+    lacks the strategy. Edges are finite, no cost is negative, and every node has a strategy."""
 
     unary: tuple[Array, ...]
     edges: tuple[FamilyEdge, ...]
 
     @property
     def members(self) -> int:
-        """How many problems."""
+        """The number of problems."""
         return int(self.unary[0].shape[0]) if self.unary else 0
 
 
 @dataclass(frozen=True, eq=False)
 class Relaxed:
-    """Per member: a lower bound, a choice [members, nodes] and its cost (infinite: forbidden)."""
+    """Per member: a lower bound, a choice and its cost (infinite: forbidden). ``choice`` is
+    [members, nodes]."""
 
     bound_s: Array
     choice: Array
@@ -74,19 +75,18 @@ class Relaxed:
 
 
 def node_bound(family: Family) -> Array:
-    """[members] the sum of the least node costs: a bound without any communication."""
+    """[members] the sum of the minima of the node costs: a bound without any communication."""
     total: Array = sum((cost.min(axis=1) for cost in family.unary), np.zeros(family.members))
     return total
 
 
 def relax(family: Family, sweeps: int, enough_s: float = np.inf) -> Relaxed:
-    """Bound every member and find a choice for it.
+    """Bound every member and compute a choice for it.
 
     Args:
         family: the problems.
-        sweeps: how many times the nodes are visited forth and back, at least once.
-        enough_s: a bound at which a member is left alone: it is out of the question, and may
-            get no choice.
+        sweeps: number of forward and backward passes over the nodes, at least one.
+        enough_s: bound at which a member is excluded; it may get no choice.
     """
     state = _State(family)
     count = family.members
@@ -127,7 +127,7 @@ class _State(Diffusion):
 
     @staticmethod
     def walls(family: Family) -> Array:
-        """[members] the price of what is forbidden: above the cost of an allowed choice."""
+        """[members] the price of forbidden strategies: above the cost of an allowed choice."""
         rows = np.arange(family.members)
         some = [cost.argmin(axis=1) for cost in family.unary]
         total = np.zeros(family.members)
@@ -139,7 +139,7 @@ class _State(Diffusion):
         return walls
 
     def keep(self, rows: Array) -> None:
-        """Forget the other members."""
+        """Drop all members except ``rows``."""
         self.own = [cost[rows] for cost in self.own]
         super().keep(rows)
 
@@ -156,8 +156,8 @@ class _State(Diffusion):
         return choice
 
     def _given(self, k: int, side: int, chosen: Array, *, plain: bool) -> Array:
-        """[members, codes] an edge's costs given the choice at its other end, as they were at
-        first (``plain``) or without what the messages took."""
+        """[members, codes] an edge's costs given the choice at its other end: the original costs
+        (``plain``) or the costs after the messages."""
         code, rows = self.sides[k][1 - side].of(chosen), np.arange(len(chosen))
         table = self.tables[k]
         picked: Array = table[rows, :, code] if side == 0 else table[rows, code]
@@ -166,7 +166,7 @@ class _State(Diffusion):
         return picked - self.messages[k][side] - self.messages[k][1 - side][rows, code][:, None]
 
     def moved(self, choice: Array) -> tuple[Array, Array]:
-        """Single-node moves while they lower the cost; the choices and their costs."""
+        """The choices after single-node moves that lower the cost, and their costs."""
         rows = np.arange(len(choice))
         for _ in range(MOVES):
             before = choice.copy()

@@ -1,8 +1,8 @@
 """A problem as flat arrays, for compiled code.
 
-Nodes with one strategy left are constants: their memory becomes a base line under the moments.  Of
-each run of moments with the same live usages only the one with the highest base line is kept, and
-of those only the ones that some choice could take past the limit.
+Nodes with one strategy are constants: their memory becomes the base of the moments.  Each run of
+moments with the same live usages is represented by the moment with the highest base, and only if
+some choice could exceed the limit there.
 
 Complexity: O(table entries + usages * strategies).
 Paper: Fulkerson and Gross, "Incidence matrices and interval graphs", Pacific J. Math. 15, 1965
@@ -30,7 +30,7 @@ class FlatProblem:
         at: [n + 1] where each node's strategies begin in ``unary``.
         unary: node costs in seconds, flat.
         ends: [m, 2] free nodes of each edge.
-        table_at, table: [m], where each edge's row-major costs begin, and all of them; edges whose
+        table_at, table: [m] where each edge's row-major costs begin, and all costs; edges whose
             costs are one object share them.
         near_at, near: [n + 1], [2 m] the edges of each node.
         memory: the usages of the free nodes on the moments that matter.
@@ -61,7 +61,7 @@ class FlatProblem:
 
     @property
     def graph(self) -> tuple[Array, ...]:
-        """The costs as `walks` takes them."""
+        """The costs in the form that `walks` takes."""
         parts = (self.at, self.unary, self.ends, self.table_at, self.table)
         return (*parts, self.near_at, self.near)
 
@@ -83,7 +83,7 @@ class FlatProblem:
         return self.memory.excess(self.memory.profile(choice)) <= 0
 
     def factors(self) -> tuple[Array, Array, Array, Array]:
-        """``(scope_at, scope, data_at, data)`` of `buckets`; the node costs come first in data."""
+        """``(scope_at, scope, data_at, data)`` for `buckets`; the node costs come first in data."""
         n, m = self.nodes, self.table_at.size
         widths = np.repeat([1, 2], [n, m])
         scope_at = np.concatenate([[0], np.cumsum(widths)]).astype(np.int64)
@@ -92,7 +92,7 @@ class FlatProblem:
         return scope_at, scope.astype(np.int64), data_at, np.concatenate([self.unary, self.table])
 
     def whole(self, choice: Array, count: int) -> list[int]:
-        """The choice of all ``count`` nodes of the problem; constants take their one strategy."""
+        """The choice of all ``count`` nodes of the problem; constants take their only strategy."""
         full = np.zeros(count, np.int64)
         full[self.free] = choice
         return [int(s) for s in full]
@@ -100,17 +100,17 @@ class FlatProblem:
 
 @dataclass(frozen=True, eq=False)
 class FlatMoments:
-    """Usages of free nodes over the kept moments.
+    """Usages of free nodes over the moments that matter.
 
     Attributes:
-        limit: bytes that no moment may pass.
+        limit: maximum bytes at any moment.
         base: [K] bytes of the constants.
         node, low, high: [U] node and moment range of each usage.
-        bytes_at, taken: [U], where each usage's bytes per strategy begin, and all of them.
+        bytes_at, taken: [U] where each usage's bytes per strategy begin, and all bytes.
         home: position of each entry of ``taken`` in the flat array over all strategies.
         offsets: [n + 1] where each node's strategies begin in that array.
         used_at, used: [n + 1], [U] the usages of each node.
-        moments: [K] the kept moments.
+        moments: [K] the moments.
     """
 
     limit: float
@@ -128,16 +128,16 @@ class FlatMoments:
 
     @property
     def arrays(self) -> tuple[Array, Array, Array, Array, Array, Array, float]:
-        """The usages as `walks` takes them."""
+        """The usages in the form that `walks` takes."""
         return self.low, self.high, self.bytes_at, self.taken, self.used_at, self.used, self.limit
 
     def profile(self, choice: Sequence[int] | Array) -> Array:
-        """[K] bytes at each kept moment under a choice of the free nodes."""
+        """[K] bytes at each moment under a choice of the free nodes."""
         taken = self.taken[self.bytes_at + np.asarray(choice, np.int64)[self.node]]
         return self.base + live_sums(self.low, self.high, taken, self.base.size)
 
     def excess(self, profile: Array) -> float:
-        """Bytes by which a profile passes the limit; not positive when it fits."""
+        """Bytes by which a profile exceeds the limit; not positive if it fits."""
         return float(profile.max()) - self.limit * (1 + 1e-12) if profile.size else -1.0
 
     def prices(self, multipliers: Array) -> Array:
@@ -183,12 +183,12 @@ def flatten(problem: Problem) -> FlatProblem:
 
 
 def _joined(parts: list[Array]) -> Array:
-    """Arrays one after another, as floats."""
+    """Concatenated arrays, as floats."""
     return np.concatenate([np.zeros(0), *parts]).astype(np.float64)
 
 
 def _moments(problem: Problem, number: Array, offsets: Array) -> FlatMoments:
-    """The usages of the free nodes over the moments that can pass the limit."""
+    """The usages of the free nodes over the moments that can exceed the limit."""
     live = [usage for usage in problem.usages if usage.start < usage.end]
     moments = np.unique(np.array([usage.start for usage in live], np.int64))
     low = np.searchsorted(moments, np.array([usage.start for usage in live], np.int64))
@@ -228,7 +228,7 @@ def _moments(problem: Problem, number: Array, offsets: Array) -> FlatMoments:
 
 
 def _heads(low: Array, high: Array, base: Array) -> Array:
-    """Of every run of moments with the same live usages, the one with the highest base."""
+    """The moment with the highest base of every run of moments with the same live usages."""
     if not base.size:
         return np.zeros(0, np.int64)
     cuts = np.unique(np.concatenate([[0], low, high]))

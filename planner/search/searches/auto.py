@@ -1,9 +1,9 @@
-"""Picks a search by the size of the problem.
+"""Selects a search by the size of the problem.
 
-Few combinations: brute force.  Anything else: dynamic programming, which eliminates exactly what
-it can and searches on where that is too wide.
+Brute force solves problems with few combinations.  Dynamic programming solves all others: by exact
+elimination, and by the anytime search if that is too wide.
 
-Complexity: that of the search picked.
+Complexity: that of the selected search.
 Paper: Rice, "The algorithm selection problem", Advances in Computers 15, 1976.
 """
 
@@ -17,7 +17,7 @@ from planner.search.searches.brute import brute, combinations
 from planner.search.searches.dynamic_programming import dynamic_programming
 
 FEW = 50_000
-"""Combinations up to which everything is tried."""
+"""Maximum number of combinations for brute force."""
 
 
 def auto(
@@ -28,20 +28,20 @@ def auto(
     threads: int = 2,
     effort_s: float | None = None,
 ) -> Solution:
-    """Solve a problem by the search that suits it.
+    """Solve a problem with the search that suits it.
 
     Args:
         problem: the problem.
         time_limit_s: seconds to stop after.
-        seed: of random numbers, where some are drawn.
-        threads: processors to use, where several can be.
+        seed: seed of the random numbers, if the search draws any.
+        threads: processors to use, if the search can use several.
         effort_s: counted work to stop after, as in `dynamic_programming`.
 
     Returns:
-        The solution; ``search`` names the pick and ``reason`` says why it was picked.
+        The solution; ``search`` names the selected search and ``reason`` says why it was selected.
 
     Raises:
-        ValueError: when the problem is malformed.
+        ValueError: if the problem is malformed.
     """
     verify(problem)
     begun = time.monotonic()

@@ -1,10 +1,10 @@
-"""Every combination, for problems small enough: the yardstick of the other searches.
+"""Tries every combination of a small problem: the reference for the other searches.
 
-All combinations are counted in mixed radix, costs and memory profiles are computed for a block of
-them at a time, and the cheapest one within the limit is kept (the one with the least peak when none
-is).
+Combinations are numbered in mixed radix. Costs and memory profiles are computed for one block of
+combinations at a time. The result is the cheapest combination within the limit, or, if there is
+none, the one with the lowest peak.
 
-Complexity: O(combinations * (nodes + edges + usages * moments)), vectorised over blocks.
+Complexity: O(combinations * (nodes + edges + usages * moments)), vectorized over blocks.
 Paper: none; exhaustive enumeration.
 """
 
@@ -20,11 +20,11 @@ from planner.search.problem import Array, Problem, Solution, is_forbidden, make_
 from planner.search.progress import SearchProgress, current, time_is_up
 
 MOST = 2_000_000
-"""Combinations above which the search refuses."""
+"""Maximum number of combinations that the search accepts."""
 
 
 def combinations(problem: Problem) -> int:
-    """How many choices there are."""
+    """The number of choices of a problem."""
     return math.prod(cost.size for cost in problem.cost_s)
 
 
@@ -37,10 +37,10 @@ def brute(problem: Problem, *, time_limit_s: float = math.inf, block: int = 1 <<
         block: combinations at a time.
 
     Returns:
-        The optimum, or the least peak when nothing is feasible.
+        The optimum, or the choice with the lowest peak if nothing is feasible.
 
     Raises:
-        ValueError: above two million combinations, or when the problem is malformed.
+        ValueError: there are more than two million combinations, or the problem is malformed.
     """
     verify(problem)
     begun, total = time.monotonic(), combinations(problem)

@@ -1,19 +1,19 @@
-"""The exact search, and the anytime search where that is too wide.
+"""The exact search, and the anytime search if that is too wide.
 
-First the memory limit is left aside: the problem is shrunk (`reduction`) and its variables are
-eliminated (`elimination`).  When that optimum respects the limit it is the answer.  Otherwise the
-memory-safe shrinking is taken and the limit is priced (`memory_limit`).  Where an elimination would
-be too wide, or the price of memory leaves a gap, the anytime search (`anytime`) goes on from there
-until the gap is closed or the time is up.
+The first pass ignores the memory limit: it reduces the problem (`reduction`) and eliminates its
+variables (`elimination`).  If that optimum respects the limit, it is the solution.  Otherwise a
+memory-safe reduction is used and the limit is priced (`memory_limit`).  If an elimination would be
+too wide, or the price of memory leaves a gap, the anytime search (`anytime`) continues until the
+gap is closed or the time is up.
 
 Complexity: exponential in the width of the elimination only; O(nodes * S^3) joined entries on a
 ladder of S strategies, computed once for repeated layers where their tables coincide.
 Papers: Bertele and Brioschi, "Nonserial Dynamic Programming", 1972; Dechter, "Bucket elimination",
 AI 113, 1999.
 
-A wide problem of many mesh axes is first shrunk by reduced-cost fixing (`fixing`): with the bound
-of the diffusion and a good choice found axis by axis, most strategies can't be part of anything
-better.
+A wide problem with many mesh axes is first shrunk by reduced-cost fixing (`fixing`): given the
+bound of the diffusion and a good choice computed axis by axis, most strategies can't be part of a
+better choice.
 """
 
 from __future__ import annotations
@@ -52,21 +52,21 @@ from planner.search.searches.recursive_programming import recursive_programming
 
 NAME = "dynamic_programming"
 EASY_WORK = 3e7
-"""Joined entries up to which an elimination is run as it is, without fixing first."""
+"""Joined entries up to which an elimination runs without fixing first."""
 SWEEPS = (4, 8, 16)
 """Diffusion sweeps of the rounds of fixing."""
 FEW_NODES = 4000
-"""Up to this many nodes an elimination is planned before anything else is tried."""
+"""Maximum number of nodes of a problem without levels for an elimination to be planned first."""
 FOLDED_SWEEPS = 48
-"""Diffusion sweeps on the quotient, where repeated layers cost nothing more."""
+"""Diffusion sweeps on the quotient, where repeated layers cost nothing extra."""
 ROUNDS, FEW_ROUNDS = 40, 12
-"""Most eliminations that price the memory limit; those of a counted effort."""
+"""Maximum number of eliminations that price the memory limit; the same under a counted effort."""
 CLOSED = 1e-6
-"""Relative gap at which a choice is taken for the optimum (the gap is still reported)."""
+"""Relative gap at which a choice counts as the optimum (the gap is still reported)."""
 
 
 def work_for(seconds: float) -> float:
-    """Joined entries one elimination may cost within a time limit (about 2 ns each)."""
+    """Maximum joined entries of one elimination within a time limit (about 2 ns each)."""
     return max(1e6, 1.5e8 * seconds)
 
 
@@ -79,24 +79,24 @@ def dynamic_programming(
     threads: int = 2,
     effort_s: float | None = None,
 ) -> Solution:
-    """Solve a problem by variable elimination, and by neighbourhoods where that is too wide.
+    """Solve a problem by variable elimination, and by neighborhoods if that is too wide.
 
     Args:
         problem: the problem.
         time_limit_s: seconds to stop after; one elimination is never cut short, and compiling the
             inner loops (once per installation) does not count.
         share: whether equal tables share their work (repeated layers).
-        seed: of the random neighbourhoods.
+        seed: seed of the random neighborhoods.
         threads: processors to use; the second one runs an integer program.
-        effort_s: counted work to stop after, in seconds of one processor of 2020; the answer then
-            depends on the time limit only where that is reached first.
+        effort_s: counted work to stop after, in seconds of one processor of 2020; the solution then
+            depends on the time limit only if that is reached first.
 
     Returns:
-        The solution; ``proved`` when the elimination was exact and the memory limit does not bind
-        or the bounds close the gap.
+        The solution; ``proved`` if the elimination was exact and the memory limit does not bind or
+        the bounds close the gap.
 
     Raises:
-        ValueError: when the problem is malformed.
+        ValueError: if the problem is malformed.
     """
     verify(problem)
     begun = time.monotonic()
@@ -126,7 +126,7 @@ def dynamic_programming(
     memory_reduction = reduce_problem(problem, keep_memory=True, share=share, domains=domains)
     if memory_reduction.dead is not None:
         return forbidden_solution(problem, memory_reduction.dead, NAME, begun)
-    from planner.search.anytime import rounds  # loaded when it is needed
+    from planner.search.anytime import rounds  # loaded only if it is needed
 
     if not rounds.load.cache_info().currsize:
         deadline += rounds.load()
@@ -148,7 +148,7 @@ def _eliminated(
     deadline: float,
     rounds: int,
 ) -> Solution:
-    """The answer of an exact elimination, the memory limit priced where it binds."""
+    """The solution of an exact elimination; the memory limit is priced if it binds."""
     lower, choice = Eliminator(reduction, work=work).solve()
     if math.isinf(lower):
         return forbidden_solution(problem, "the whole problem", NAME, begun)
@@ -164,7 +164,7 @@ def _eliminated(
 
 
 def better(first: Solution, second: Solution) -> Solution:
-    """The feasible one, the cheaper one, or the one with the lower peak; with the better bound."""
+    """The feasible, cheaper or lower-peak one of two solutions, with the better of their bounds."""
     lower = max(first.lower_bound_s, second.lower_bound_s)
 
     def rank(solution: Solution) -> tuple[bool, float, float]:
@@ -178,7 +178,7 @@ def better(first: Solution, second: Solution) -> Solution:
 
 @dataclass(frozen=True, eq=False)
 class _Shrunk:
-    """What fixing left: a smaller problem, or already the answer."""
+    """The result of fixing: a smaller problem, or the solution."""
 
     reduction: ReducedProblem
     domains: list[Array] | None
@@ -190,9 +190,9 @@ def _shrunk(
 ) -> _Shrunk:
     """Fix strategies by the bound until an exact elimination is easy or the gap is closed.
 
-    The upper bound is a feasible choice found axis by axis; each round of fixing starts from
-    the domains that the last one left.  Where the limit can bind, only reductions are used that
-    keep a strategy with less memory.
+    The upper bound is the cost of a feasible choice computed axis by axis.  Each round of fixing
+    starts from the domains of the previous one.  If the limit can bind, reductions never replace a
+    strategy by one with more memory.
     """
     start = recursive_programming(
         problem, time_limit_s=max(0.1, deadline - time.monotonic()), sweeps=FOLDED_SWEEPS
@@ -226,7 +226,7 @@ def _shrunk(
 
 
 def _within_memory(problem: Problem, start: Solution, deadline: float) -> Solution:
-    """A choice that fits, from the one with the least peak; an infinite bound when none does."""
+    """A choice that fits, from the one with the lowest peak; an infinite bound if none fits."""
     if start.verdict is Verdict.IMPOSSIBLE or time_is_up(deadline):
         return start
     least = least_memory(problem, time_limit_s=deadline - time.monotonic())
@@ -241,7 +241,7 @@ def _within_memory(problem: Problem, start: Solution, deadline: float) -> Soluti
 
 
 def _closed(problem: Problem, choice: Sequence[int], lower: float) -> Solution:
-    """The answer when the bound meets a known choice."""
+    """The solution if the bound meets a known choice."""
     reason = (
         f"the bound meets a choice made axis by axis within {CLOSED:g} of its cost; "
         "no elimination was needed"

@@ -1,7 +1,7 @@
-"""A chain of equal stages in the loop over microbatches: what one stage computes, and with what.
+"""A chain of equal stages in the loop over microbatches: the program of a stage and its operands.
 
-The layers of a model are a chain forward, and another one backward. All stages are one program, the
-*task*; its values are numbered as those of one of the stages.
+The layers of a model form a forward chain and a backward chain. All stages run one program, the
+*task*; its values have the numbers of those of one of the stages.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from planner.graph.flat import Call
 
 @dataclass(frozen=True)
 class Stack:
-    """What every stage has one of: a value each, or equal parts of a single value, cut along its
-    first dimension."""
+    """One array per stage: a value for each stage, or equal parts of a single value along its first
+    dimension."""
 
     values: tuple[int, ...]
 
     def joined(self, env: Mapping[int, Any], count: int) -> Any:
-        """[stages, ...]"""
+        """The arrays of all stages, as [stages, ...]."""
         if len(self.values) == count > 1:
             return jnp.stack([env[v] for v in self.values])
         x = env[self.values[0]]
@@ -38,19 +38,19 @@ class Stack:
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """What every stage does with a microbatch, forward or backward.
+    """The work of every stage for a microbatch, forward or backward.
 
     Attributes:
         calls: in order.
-        carries: per value that goes from stage to stage: the number under which it is read, that
-            under which it is made, and the value (or literal) with which the first stage begins.
-        exits: what the rest of the step reads of the last stage: its number in the task, and in the
-            rest.
-        stacks: what each stage has one of and does not depend on the microbatch.
-        rows: what each stage has one of and is a slice of the batch.
-        shared: what all stages read alike.
-        sums: what is added up over microbatches: by number in the task, where it goes.
-        residuals: what it reads of the forward task of its stage.
+        carries: per value passed from stage to stage: its number as an operand, its number as a
+            result, and the value (or literal) that the first stage begins with.
+        exits: per value of the last stage that the rest of the step reads: its number in the task,
+            and in the rest.
+        stacks: one array per stage that does not depend on the microbatch, by number in the task.
+        rows: one slice of the batch per stage, by number in the task.
+        shared: values that all stages read.
+        sums: values that are added up over microbatches: by number in the task, those of the body.
+        residuals: values of its stage's forward task that it reads.
     """
 
     calls: tuple[Call, ...]
@@ -68,10 +68,10 @@ class Chain:
     """The chain of a loop's body.
 
     Attributes:
-        forward, backward: the tasks; backward the last stage begins.
+        forward, backward: the tasks; the backward pass begins with the last stage.
         members: calls of the body that belong to it, by position: True if they are forward.
-        before: calls that make what stacks are made of, from what does not depend on the batch.
-        what: a line about it.
+        before: calls that compute stacks from values that do not depend on the batch.
+        what: a line that describes it.
     """
 
     forward: Task
@@ -87,7 +87,7 @@ def made_by(calls: Sequence[Call]) -> set[int]:
 
 
 def read_by(calls: Sequence[Call]) -> dict[int, Call]:
-    """The values that calls read, in order, and the first that reads each."""
+    """The values that calls read, in order, and the first reader of each."""
     first_readers: dict[int, Call] = {}
     for call in calls:
         for v in call.ins:

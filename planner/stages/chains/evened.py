@@ -1,5 +1,5 @@
-"""Scans whose turns the stages do not divide: the turns that are left over become scans of their
-own, behind the last stage."""
+"""Scans whose iterations the stages do not divide: the remaining iterations become separate scans
+after the last stage."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from planner.remat.scans import partner_of
 
 
 def evened(flat: FlatJaxpr, count: int) -> tuple[FlatJaxpr, int] | None:
-    """A loop's body in which the largest pair of scans, forward and backward, is cut in two: turns
-    that ``count`` divides, and the rest, whose number is returned; None where there is no pair, or
-    no rest."""
+    """Cut the largest pair of scans, forward and backward, of a loop's body in two: a multiple of
+    ``count`` iterations, and the rest. Returns the new body and the number of iterations in the
+    rest; None if there is no pair, or either part is empty."""
     readers = flat.readers
     pairs = []
     for at, call in enumerate(flat.calls):
@@ -56,7 +56,7 @@ def _int(atom: Any) -> bool:
 
 
 def _ahead(call: Call, first: int, halved: Sequence[bool]) -> Run:
-    """The first turns, then the others; some stacks stay in two."""
+    """Runs the first iterations, then the rest; stacks that are ``halved`` stay in two parts."""
     loop = loop_of(call.eqn)
     rest = int(call.eqn.params["length"]) - first
 
@@ -73,7 +73,7 @@ def _ahead(call: Call, first: int, halved: Sequence[bool]) -> Run:
 
 
 def _back(call: Call, first: int, halved: Sequence[bool]) -> Run:
-    """The same from the end; operands that come in two are not cut."""
+    """Runs the backward scan, the rest first; operands that are ``halved`` come in two parts."""
     loop = loop_of(call.eqn)
     rest = int(call.eqn.params["length"]) - first
 
@@ -92,7 +92,7 @@ def _back(call: Call, first: int, halved: Sequence[bool]) -> Run:
 
 
 def _scan(call: Call, turns: int, consts: list[Any], carry: list[Any], rows: list[Any]) -> Any:
-    """Some turns of a scan, which may go over no rows."""
+    """Run some iterations of a scan, which may have no rows."""
     params, carries = call.eqn.params, loop_of(call.eqn).carries
 
     def once(carry: Any, xs: Any) -> Any:

@@ -22,15 +22,15 @@ from planner.stages.errors import NoStagesError, refused
 Groups = list[list[Call]]
 
 TRIED = 8
-"""Places to cut at that are tried."""
+"""Maximum number of places within a block at which cuts are tried."""
 
 
 def group_chain(body: Body, count: int) -> Chain | None:
-    """The chain of the largest run of equal forward blocks; None where there is none. Blocks that
-    are left over stay behind the stages.
+    """The chain of the largest run of equal forward blocks; None if there is none. The remaining
+    blocks run after the stages.
 
     Raises:
-        NoStagesError: there is one that can't be cut.
+        NoStagesError: the run can't be cut.
     """
     flat = body.flat
     runs = [
@@ -61,7 +61,7 @@ def group_chain(body: Body, count: int) -> Chain | None:
 
 
 def _starts(flat: FlatJaxpr, run: Block) -> list[int]:
-    """Where the first block may begin: where least crosses."""
+    """The calls at which the first block may begin: those that the fewest bytes cross."""
     phases = phases_of(flat, run.start, run.length, run.count, flat.readers)[:TRIED]
     starts = [run.start + p - back for back in (0, run.length) for p in phases]
     return [s for s in starts if s >= 0]
@@ -84,8 +84,8 @@ class _Grouping:
         """The chain, if the groups are equal.
 
         Args:
-            of_reader: whether the backward pass of a stage reads what it was given (else, what it
-                handed on).
+            of_reader: whether the backward pass of a stage reads the stage's operands (else, its
+                results).
         """
         ahead = self._forward()
         there, pattern = all_laid([Match() for _ in ahead], self.like, ahead, self.keys)
@@ -130,8 +130,8 @@ class _Grouping:
         return self._joined(groups, list(self.flat.calls[: self.ends[-1]]), forward=True)
 
     def _joined(self, groups: Groups, calls: Sequence[Call], forward: bool) -> Groups:
-        """Groups with those of ``calls`` whose results they alone read, in the forward pass if
-        ``forward``."""
+        """The groups, each with those of ``calls`` whose results only this group reads; if
+        ``forward``, readers in the backward pass do not count."""
         owner = {id(c): s for s, g in enumerate(groups) for c in g}
         readers: dict[int, set[Any]] = {}
         out = [{id(c) for c in g} for g in groups]
@@ -142,7 +142,7 @@ class _Grouping:
                 continue
             if group is None:
                 reading = {r for v in c.outs for r in readers.get(v, ())}
-                batch = self.body.batch.intersection(c.outs)  # the rest is made once, for all
+                batch = self.body.batch.intersection(c.outs)  # other values are computed once
                 if batch and len(reading) == 1 and id(c) in open_ and None not in reading:
                     (group,) = reading
                     out[group].add(id(c))
@@ -152,7 +152,7 @@ class _Grouping:
         return [[c for c in self.flat.calls if id(c) in members] for members in out]
 
     def _backward(self, there: Sequence[Match], forward: Task, of_reader: bool) -> Groups:
-        """The calls behind the last stage, by the stage whose values they read."""
+        """The calls after the last stage, by the stage whose values they read."""
         count = self.count
         stage_of = {v: s for s, m in enumerate(there) for v in m.names.values()}
         for _, u, first in forward.carries:
@@ -164,7 +164,7 @@ class _Grouping:
             stage_of.update(zip(stack.values, range(count), strict=True))
         calls = self.flat.calls[self.ends[-1] :]
         crossing: dict[int, int] = {}
-        for _ in range(2):  # what a stage hands back counts as its reader's the second time
+        for _ in range(2):  # the second time, values that a stage passes back count as its reader's
             stage = _stages(calls, stage_of, crossing, count)
             for c in calls:
                 call_stage = stage.get(c.outs[0], count)
@@ -183,7 +183,7 @@ class _Grouping:
         matches: Sequence[Match],
         forward: Task | None,
     ) -> Task:
-        """Sort what the pattern reads."""
+        """The task of a pattern: sorts the values that the pattern reads."""
         count = self.count
         results = made_by(pattern)
         names = [{v: m.names[v] for v in results} for m in matches]
@@ -244,8 +244,8 @@ class _Grouping:
     def _carried(
         self, values: Sequence[Any], names: Sequence[Mapping[int, int]], forward: bool
     ) -> int | None:
-        """Under what number the pattern makes what the next stage reads as ``values``; None if it
-        is not made by the stage before."""
+        """The number of the pattern's result that the next stage reads as ``values``; None if the
+        stage before does not make them."""
         order = range(1, self.count) if forward else range(self.count - 1)
         step = -1 if forward else 1
         candidates = [u for u in names[0] if all(names[s + step][u] == values[s] for s in order)]
@@ -253,16 +253,16 @@ class _Grouping:
 
 
 WIDENS = frozenset({"convert_element_type", "optimization_barrier"})
-"""What a gradient goes through before it is added up."""
+"""Operations on a gradient before it is added up."""
 
 
 def _stages(
     calls: Sequence[Call], stage_of: Mapping[int, int], crossing: Mapping[int, int], count: int
 ) -> dict[int, int]:
-    """The stage that makes each value of the backward pass; ``count`` behind the last.
+    """The stage that makes each value of the backward pass; ``count``: after the last stage.
 
-    A call belongs to the last stage whose values it reads, but not behind that of what it goes on
-    from. What says nothing is left out.
+    A call belongs to the last stage whose forward values it reads, but to no later stage than the
+    backward values that it reads. Calls that read neither are omitted.
     """
     stage: dict[int, int] = {}
     for call in calls:
@@ -282,7 +282,7 @@ def _stages(
 
 
 def _leaving(task: Task, match: Match, results: set[int], wanted: set[int]) -> Task:
-    """A task with what the rest of the step reads of its last stage."""
+    """The task with its exits: the values of its last stage that the rest of the step reads."""
     summed = {v for s in task.sums.values() for v in s.values}
     names = ((u, match.names[u]) for u in sorted(results))
     return dataclasses.replace(task, exits=tuple(x for x in names if x[1] in wanted - summed))

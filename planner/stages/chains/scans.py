@@ -1,4 +1,4 @@
-"""Stages of a model whose layers are one scan: each takes an equal share of its turns."""
+"""Stages of a model whose layers are one scan: each runs an equal share of its iterations."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from planner.stages.errors import refused
 
 
 def scan_chain(body: Body, count: int) -> Chain | None:
-    """The chain of the forward scan with the largest stacks and the backward scan that reads them;
-    None where there is no such pair.
+    """The chain of the forward scan with the largest operands and the backward scan that reads its
+    stacks; None if there is no such pair.
 
     Raises:
-        NoStagesError: there is one that can't be cut.
+        NoStagesError: the pair can't be cut.
     """
     flat = body.flat
     readers = flat.readers
@@ -55,7 +55,7 @@ def scan_chain(body: Body, count: int) -> Chain | None:
 
 
 def _alike(body: Body, call: Call, stacks: frozenset[int]) -> frozenset[int]:
-    """The stacked results of a scan that are alike for all microbatches, such as parameters in
+    """The stacked results of a scan that are equal for all microbatches, such as parameters in
     another dtype."""
     loop = loop_of(call.eqn)
     inner = flatten(call.eqn.params["jaxpr"])
@@ -70,7 +70,7 @@ def _alike(body: Body, call: Call, stacks: frozenset[int]) -> frozenset[int]:
 def _once(
     call: Call, alike: frozenset[int], fresh: Iterator[int]
 ) -> tuple[tuple[Call, ...], dict[int, int]]:
-    """A call that makes some stacked results of a scan from what it goes over, and their new
+    """A call that computes the stacked results ``alike`` of a scan without the scan, and their new
     numbers."""
     if not alike:
         return (), {}
@@ -109,7 +109,7 @@ def _task(
     kind: str,
     readers: Sequence[Sequence[int]],
 ) -> Task:
-    """A share of a scan's turns."""
+    """The task that runs an equal share of a scan's iterations."""
     loop = loop_of(call.eqn)
     line = user_line(call.eqn) or "an unknown line"
     consts, carries, rows = loop.split(call.ins)
@@ -147,7 +147,7 @@ def _task(
 
 
 def _share(eqn: Any, count: int) -> Any:
-    """Runs an equal share of a scan's turns."""
+    """Runs an equal share of a scan's iterations."""
     loop, params = loop_of(eqn), eqn.params
 
     def run(values: Sequence[Any]) -> list[Any]:

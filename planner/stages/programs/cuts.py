@@ -1,4 +1,4 @@
-"""Where the forward pass of a microbatch is cut."""
+"""Cuts the forward pass of a microbatch into stages."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from planner.remat.frontier import call_cost, product_flop
 from planner.stages.errors import refused
 
 WINDOW = 0.25
-"""A cut is narrow if none in this share of a stage's work around it is narrower."""
+"""A cut is narrow if no cut within this share of a stage's work, on either side, is narrower."""
 SLACK = 1.05
-"""How much more than the narrowest may cross a narrow cut."""
+"""Maximum ratio of the bytes that cross a narrow cut to those of the narrowest."""
 
 
 def named_begins(labels: Sequence[Sequence[str]], manual: Sequence[tuple[str, int]]) -> list[int]:
@@ -30,7 +30,7 @@ def named_begins(labels: Sequence[Sequence[str]], manual: Sequence[tuple[str, in
         manual: (pattern, stage).
 
     Raises:
-        NoStagesError: a pattern finds nothing, or a stage begins before the one in front of it.
+        NoStagesError: a pattern matches nothing, or a stage does not begin after the previous one.
     """
     begins: dict[int, int] = {}
     for pattern, stage in manual:
@@ -56,11 +56,10 @@ def named_begins(labels: Sequence[Sequence[str]], manual: Sequence[tuple[str, in
 
 
 def narrow_places(calls: Sequence[Call], count: int) -> list[int]:
-    """Where calls, the forward pass in order, may be cut: the beginning, places that little
-    crosses, and the end.
+    """Where calls, the forward pass in order, may be cut: the beginning, narrow cuts, and the end.
 
     Raises:
-        NoStagesError: ``count`` groups need more.
+        NoStagesError: there are too few places for ``count`` groups.
     """
     products = [product_flop(c.eqn) for c in calls]
     costs = products if any(products) else [call_cost(c) for c in calls]
@@ -83,12 +82,12 @@ def narrow_places(calls: Sequence[Call], count: int) -> list[int]:
 
 
 def cut_blocks(seconds: Sequence[float], across: Sequence[float], count: int) -> list[int]:
-    """Cut blocks into consecutive groups: the longest takes least, then least crosses.
+    """Cut blocks into consecutive groups: minimizes the longest, then the bytes that cross.
 
     Args:
         seconds: per block.
-        across: per block, bytes that come into it.
-        count: groups.
+        across: per block, bytes that enter it.
+        count: number of groups.
 
     Returns:
         The first block of each group.
@@ -119,7 +118,7 @@ def cut_blocks(seconds: Sequence[float], across: Sequence[float], count: int) ->
 
 
 def crossing(calls: Sequence[Call]) -> list[int]:
-    """Bytes made before each call and read by it or later."""
+    """Per call, the bytes that are made before it and read by it or later."""
     last: dict[int, int] = {}
     for at, call in enumerate(calls):
         last.update((v, at) for v in call.ins if isinstance(v, int))
@@ -133,7 +132,8 @@ def crossing(calls: Sequence[Call]) -> list[int]:
 
 
 def slice_part(call: Call, count: int) -> int | None:
-    """Which of ``count`` equal parts of its operand's first dimension a call is."""
+    """The index of the part that a call slices from ``count`` equal parts of its operand's first
+    dimension; None if it does not."""
     if call.kind != "slice":
         return None
     shape = compat.aval_shape(call.eqn.invars[0].aval)

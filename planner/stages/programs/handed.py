@@ -1,4 +1,4 @@
-"""What one place makes and another reads: said in the plan, so that both know how it is split."""
+"""Values that one place makes and another reads: the plan gives their shardings to both places."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Place = tuple[int, int]
 
 
 def result_place(call: Call, k: int, ops: Mapping[int, range]) -> Place | None:
-    """Where the graph has result ``k`` of a call; None for one that it does not have as such."""
+    """The place of result ``k`` of a call in the graph; None if the graph has no such value."""
     span = ops.get(id(call))
     if span is None or call.made:
         return None
@@ -26,12 +26,12 @@ def result_place(call: Call, k: int, ops: Mapping[int, range]) -> Place | None:
 
 
 LEAVING = frozenset({BARRIER, "scan", "while", "cond"})
-"""Calls with an operation for each result at their end."""
+"""Calls that end with one operation per result."""
 
 
 def handed(apart: Apart) -> tuple[frozenset[int], frozenset[int]]:
     """Values of a microbatch, and values outside of the loop, that leave the place where they are
-    made: those that others read, and results of the step."""
+    made: values that other places read, and results of the step."""
     split, where, flat = apart.split, apart.homes, apart.flat
     inner = {v for v, _, _ in split.moves}
     loop = flat.calls[apart.at]
@@ -48,7 +48,7 @@ def handed(apart: Apart) -> tuple[frozenset[int], frozenset[int]]:
 
 
 def handed_places(apart: Apart) -> list[Place]:
-    """Where the graph has the values of ``handed``."""
+    """The places of the values of ``handed`` in the graph."""
     inner, outer = handed(apart)
     both = ((apart.split.body.flat.calls, inner), (apart.flat.calls, outer))
     places = [
@@ -62,7 +62,7 @@ def handed_places(apart: Apart) -> list[Place]:
 
 
 def _terms(apart: Apart, at: int) -> list[int]:
-    """The values that make up a result of the loop."""
+    """The values that a result of the loop consists of."""
     pieces, stacked = apart.split.pieces, apart.split.body.stacked
     terms: list[Any] = (
         [p for piece in pieces[at] for p in piece]

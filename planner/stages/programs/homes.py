@@ -1,10 +1,10 @@
-"""Where what is done once in a step is done: in front of the loop over microbatches, and behind.
+"""The places of the work that runs once per step: before the loop over microbatches, and after it.
 
 A *place* is a stage, or ``ALL``: all devices. An array of the state lives at the first stage whose
-forward pass reads it, or, if none does, whose backward pass; its moments and its update with it,
-for they have its shape. The state of scanned layers lives on all devices, its first dimension split
-over the stages, so that each has its own layers. Small things (step counts, losses, norms of
-several stages) are everywhere.
+forward pass reads it, or, if there is none, whose backward pass reads it. Its moments and its
+update have the same shape and live there, too. The state of scanned layers lives on all devices,
+with its first dimension split over the stages, so each stage has its layers. Small values (step
+counts, losses, norms of several stages) are everywhere.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ ALL = -1
 
 @dataclass(frozen=True, eq=False)
 class Made:
-    """One thing that is done once: a call, or the sum of a result of the loop.
+    """Work that runs once per step: a call, or the sum of a result of the loop.
 
     Attributes:
         call: the call; None for a sum.
-        ins: what it reads: numbers of values, or literals.
-        outs: what it makes.
-        place: where.
-        level: programs of other places that must have ended.
+        ins: its operands: numbers of values, or literals.
+        outs: the numbers of its results.
+        place: where it runs.
+        level: the number of programs of other places, in sequence, that must end before it.
     """
 
     call: Call | None
@@ -44,16 +44,16 @@ class Made:
 
 @dataclass(frozen=True, eq=False)
 class Homes:
-    """What is where.
+    """The places of values and calls.
 
     Attributes:
-        ahead: per stage, calls in front of the loop that make what the stage reads.
-        sliced: per operand of the loop that lives on all devices, by its number outside: what its
-            slices are called inside, a stage each.
+        ahead: per stage, the calls before the loop that compute values that the stage reads.
+        sliced: per operand of the loop that lives on all devices, by its number outside: per stage,
+            the numbers of its slices inside.
         home: per argument of the step, its place.
         place: per value outside of the loop, where it is made (arguments: ``home``).
-        behind: what is done behind the loop, in order.
-        joined: results of the loop that are pieces of all stages.
+        behind: the work after the loop, in order.
+        joined: results of the loop that consist of one piece per stage.
         parted: arguments on all devices of which each stage has its part of the first dimension.
     """
 
@@ -67,11 +67,11 @@ class Homes:
 
 
 def homes(flat: FlatJaxpr, at: int, split: Split) -> Homes:
-    """Find them.
+    """Determine the places of a step.
 
     Args:
         flat: the step.
-        at: which of its calls is the loop.
+        at: the index of the call that is the loop.
         split: the loop's body.
     """
     body, loop_call, count = split.body, flat.calls[at], split.count
@@ -83,7 +83,7 @@ def homes(flat: FlatJaxpr, at: int, split: Split) -> Homes:
     early = [c for c in others if not late.intersection(c.outs)]
     sliced = _sliced(split, outer)
     needs: list[set[int]] = [set() for _ in range(count)]
-    first: list[set[int]] = [set() for _ in range(count)]  # those of the forward pass
+    first: list[set[int]] = [set() for _ in range(count)]  # the needs of the forward pass
     for (kind, stage), task in split.tasks.items():
         operands = (outer.get(v) for v in (*task.fixed, *task.rows))
         read_here = {v for v in operands if isinstance(v, int) and v not in sliced}
@@ -155,7 +155,7 @@ def homes(flat: FlatJaxpr, at: int, split: Split) -> Homes:
 
 
 def _sliced(split: Split, outer: Mapping[int, Any]) -> dict[int, tuple[tuple[int, ...], ...]]:
-    """Operands of the loop of which every stage reads its own part of the first dimension, and
+    """Operands of the loop of which every stage reads only its part of the first dimension, and
     nothing reads more."""
     body, count = split.body, split.count
     at: dict[int, set[int]] = {}
@@ -186,8 +186,8 @@ Sum = tuple[tuple[Any, ...], tuple[int, ...]]
 def _sums(
     split: Split, call: Call, starts: Sequence[Any]
 ) -> tuple[list[Sum], frozenset[int], dict[int, int]]:
-    """The results of the loop: (operands outside, result) each; which are pieces of all stages;
-    where the others are made first."""
+    """Per result of the loop, (operands outside, result); the results that consist of one piece per
+    stage; per result, the place where its first piece is made (``ALL`` for those)."""
     nodes: list[Sum] = []
     joined: set[int] = set()
     seeds: dict[int, int] = {}
@@ -206,7 +206,7 @@ def _sums(
 
 
 def _sizes(flat: FlatJaxpr) -> dict[int, tuple[int, int]]:
-    """Per value, its elements and bytes."""
+    """Per value, its number of elements and its bytes."""
     out: dict[int, tuple[int, int]] = {}
     for c in flat.calls:
         for v, var in zip((*c.ins, *c.outs), (*c.eqn.invars, *c.eqn.outvars), strict=False):
@@ -238,8 +238,8 @@ class _Groups:
         self.parent.update((r, roots[0]) for r in roots[1:])
 
     def seed(self, v: int, where: int, first: bool) -> None:
-        """Where a value is, and its group unless that is known; ``first``: arguments, which count
-        for more, and of these what is on all devices."""
+        """Set the place of a value's group. Arguments (``first``) take precedence; among equals,
+        ``ALL`` does, then the earlier call."""
         root = self.root(v)
         known = self.where.get(root)
         if (

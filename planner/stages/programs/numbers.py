@@ -1,4 +1,4 @@
-"""Where the operations of a graph stand among the calls of the flat program."""
+"""The operations of a graph that each call of the flat program corresponds to."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from planner.graph.jaxpr.walk import BARRIER, Body, Loop, Walk, loop_of
 
 
 def operations(jaxpr: Any) -> dict[int, range]:
-    """Per call of ``flatten(jaxpr)``, by its first result: its operations in the traced graph,
-    counted from the beginning of ``jaxpr``."""
+    """Per call of ``flatten(jaxpr)``, by its first result: the indices of its operations in the
+    traced graph, counted from the beginning of ``jaxpr``."""
     walk = _Numbered()
     walk.run(jaxpr, tuple(walk.number() for _ in compat.body(jaxpr).invars))
     return walk.spans
 
 
 def body_start(eqn: Any) -> int:
-    """How many operations of a loop come before its body."""
+    """The number of operations of a loop before its body."""
     return len(loop_of(eqn).entering)
 
 

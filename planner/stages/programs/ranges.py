@@ -1,4 +1,4 @@
-"""Scans over layers, cut into ranges of turns, so that stages can be cut between them."""
+"""Cuts scans over layers into ranges of iterations, so that stages can begin between them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from planner.remat.scans import partner_of
 
 
 def in_ranges(flat: FlatJaxpr, count: int, batch: frozenset[int]) -> tuple[FlatJaxpr, int]:
-    """A loop's body in which every pair of scans over layers, forward and backward, is ``count``
-    pairs, each over a part of the turns; and how many scans were cut.
+    """Cut every pair of scans over layers, forward and backward, of a loop's body into ``count``
+    pairs, each over a part of the iterations. Returns the new body and the number of cut pairs.
 
-    A scan is over layers if most of what it goes over does not depend on the batch (``batch``:
-    the values that do). Scans over time, and those whose turns ``count`` does not divide, stay
+    A scan is over layers if most bytes that it scans over do not depend on the batch (``batch``:
+    the values that do). Scans over time, and scans whose iterations ``count`` does not divide, stay
     whole.
 
-    What the backward scan reads of the forward scan stays in parts; what it makes of each turn (a
-    gradient per layer) is put together again.
+    Stacks that the backward scan reads from the forward scan stay in parts; the results of its
+    iterations (a gradient per layer) are concatenated again.
     """
     readers = flat.readers
     calls, values, cut = list(flat.calls), flat.values, 0
@@ -65,7 +65,7 @@ def _is_over_layers(call: Call, batch: frozenset[int]) -> bool:
 
 
 def _ahead(call: Call, count: int, parted: Sequence[bool]) -> Run:
-    """The turns in parts, from the first; some stacks stay in parts."""
+    """Runs the iterations in parts, in order; stacks that are ``parted`` stay in parts."""
     loop = loop_of(call.eqn)
 
     def run(values: Sequence[Any]) -> list[Any]:
@@ -84,7 +84,7 @@ def _ahead(call: Call, count: int, parted: Sequence[bool]) -> Run:
 
 
 def _back(call: Call, count: int, whole: Sequence[bool]) -> Run:
-    """The same of the backward scan; operands that come in parts are not cut."""
+    """Runs the backward scan in parts; operands that are not ``whole`` come in parts."""
     loop = loop_of(call.eqn)
 
     def run(values: Sequence[Any]) -> list[Any]:
@@ -118,7 +118,7 @@ def _part(x: Any, part: int, count: int) -> Any:
 
 
 def _scan(call: Call, consts: list[Any], carry: list[Any], rows: list[Any]) -> Any:
-    """Some turns of a scan."""
+    """Run some iterations of a scan."""
     params, carries = call.eqn.params, loop_of(call.eqn).carries
     length = None if rows else int(params["length"])
 

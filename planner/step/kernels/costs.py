@@ -1,8 +1,8 @@
-"""What the operations of each group do, in flop and bytes: what prices of compute are made of.
+"""The work of each group's operations, in FLOPs and bytes: the basis of the prices of compute.
 
-A kernel is what a compiler launches at once: a product (matmul, convolution), a chain of
-elementwise operations or a reduction with what it reads (see ``kernels``), or a jitted function
-that stands for one, whatever it does inside (see ``fused``).
+A kernel is one launch of compiled code: a product (matmul, convolution), a chain of elementwise
+operations or a reduction with the operations that it absorbs (see ``starts``), or a jitted function
+that stands for one kernel, whatever it contains (see ``fused``).
 """
 
 from __future__ import annotations
@@ -30,36 +30,38 @@ from planner.step.memory.materialized import selects
 Array = NDArray[np.float64]
 
 APART = 0.25
-"""Of the vector rate, what a convolution of one channel in each group reaches on a TPU."""
+"""Fraction of the vector rate that a convolution with one channel per group reaches on a TPU."""
 LOOKUPS = ("gather", "scatter")
 MOST_SPREAD = 2**27
-"""Bytes in tiles up to which XLA:TPU (libtpu 0.0.42) adds rows to a table with rows along lanes."""
+"""Maximum bytes in tiles of a table with rows along lanes to which XLA:TPU (libtpu 0.0.42) adds
+rows."""
 BESIDE = 0.75
-"""Bytes that copying a table beside the core takes as long as, over those of its tiles."""
+"""Ratio of the bytes charged for copying a table that fits beside the core to those of its
+tiles."""
 NEAR = 0.25
-"""Share of ``Device.fast_memory_bytes`` up to which an operand or result of a product is in fast
-memory: XLA:TPU (libtpu 0.0.42) keeps most such arrays there between two kernels."""
+"""Maximum size, as a share of ``Device.fast_memory_bytes``, of an operand or result of a product in
+fast memory: XLA:TPU (libtpu 0.0.42) keeps most such arrays there between two kernels."""
 NEAR_STORE = 0.25
-"""Time to store such a result, over that of a result that goes to the device's memory."""
+"""Ratio of the time to store such a result to that of a result in the device's memory."""
 TF32_PASSES = 3
-"""Precision that GPUs still reach with TF32: XLA:GPU uses it for ``Precision.HIGH``, not for
-``HIGHEST`` (documentation of ``jax.lax.Precision``)."""
+"""Maximum ``Op.passes`` that GPUs compute with TF32: XLA:GPU uses it for ``Precision.HIGH``, not
+for ``HIGHEST`` (documentation of ``jax.lax.Precision``)."""
 
 
 KERNELS: Mapping[str, Kernel] = {"matmul": "matmul", "attention": "attention"}
-"""Of ``Op.kernel``: those that are timed by themselves."""
+"""Values of ``Op.kernel`` that are timed separately, and the kinds of their kernels."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """A part of a group's work, summed over operations that split alike.
+    """A part of a group's work, summed over operations that are split by the same factors.
 
     ``classes`` are disjoint sets of the group's factors; ``traffic`` gives bytes moved with the
-    indices of the classes that split them. All classes split the flop, those of ``result`` the
-    ``result_bytes`` (of a product). Counts are those of the whole step: times the weight.
-    ``most`` says per class into how many pieces cutting it saves time; none is said: any number.
-    ``near_bytes``: local arrays of at most as much traffic over the step are read and written in
-    fast memory (of a product; 0: none are).
+    indices of the classes that split them. All classes split the FLOPs, those of ``result`` the
+    ``result_bytes`` (of a product). Counts are for the whole step: multiplied by the weight.
+    ``most`` is, per class, the maximum number of pieces into which cutting it saves time; empty: no
+    maximum. ``near_bytes``: arrays with at most this local traffic over the step are read and
+    written in fast memory (for a product; 0: none).
     """
 
     classes: tuple[frozenset[int], ...]
@@ -75,19 +77,19 @@ class Work:
 
     @property
     def one_part(self) -> bool:
-        """Whether it is one device's part already, as that of a ``shard_map`` is."""
+        """Whether it is already one device's part, as for a ``shard_map``."""
         return not any(self.classes)
 
     @property
     def nbytes(self) -> float:
-        """Bytes moved by one device that does everything."""
+        """Bytes moved if one device does all the work."""
         return sum(nbytes for nbytes, _ in self.traffic)
 
     def local_bytes(self, cut: Callable[[tuple[int, ...]], Array]) -> tuple[Array, Array]:
         """Bytes that one device moves, and bytes of its part of the product's result.
 
         Args:
-            cut: into how many pieces the classes of its argument are cut, together.
+            cut: the number of pieces into which some classes, given by index, are cut together.
         """
         local = [nbytes / cut(classes) for nbytes, classes in self.traffic]
         stored: Array = self.result_bytes / cut(self.result) if self.result_bytes else np.zeros(1)
@@ -115,7 +117,7 @@ class Workload:
     sums: list[dict[tuple[frozenset[int], str], list[float]]] = field(init=False)
     products: list[list[Work]] = field(init=False)
     seen: set[tuple[int, int, int]] = field(default_factory=set)
-    """Arrays that a kernel reads or has made: the group, the depth of the kernel, the value."""
+    """Arrays that a kernel has read or made, as (group, depth of the kernel, value)."""
     known: dict[tuple[str, int], float] = field(default_factory=dict)
     spans: dict[tuple[tuple[Layout, ...], tuple[Layout, ...]], frozenset[int]] = field(
         default_factory=dict
@@ -126,7 +128,7 @@ class Workload:
         self.products = [[] for _ in self.groups.groups]
 
     def add(self, op: Op, rule: FactorRule) -> tuple[Work, ...]:
-        """Count one operation that stands in a group; what it does."""
+        """Count one operation of a group; returns its work."""
         if op.kind == REGION and rule.origin == "region":
             return self.region(op)
         part = self.part(op, rule)
@@ -143,7 +145,7 @@ class Workload:
         return work, *self.spread(op, group)
 
     def region(self, op: Op) -> tuple[Work, ...]:
-        """Count what each device does in a ``shard_map``, which nothing splits further."""
+        """Count the work of each device in a ``shard_map``, which is not split further."""
         entry = self.groups.op_layouts[op.index]
         if entry is None:
             return ()
@@ -163,9 +165,9 @@ class Workload:
         return tuple(self.products[entry[0]][before:])
 
     def part(self, op: Op, rule: FactorRule) -> tuple[int, Work] | None:
-        """The group of one operation and its share of the group's work. Ask in program order:
-        operations of a group and of one depth (`starts`) are a kernel, which reads each array once
-        and does not read what it makes."""
+        """The group of one operation and its share of the group's work. Calls must be in program
+        order: operations of a group with equal depths (`starts`) are one kernel, which reads each
+        array once and does not read its results."""
         entry = self.groups.op_layouts[op.index]
         if entry is None:
             return None
@@ -185,7 +187,7 @@ class Workload:
         if factors is None:
             factors = frozenset(f for layout in (*ins, *outs) for f in layout if f >= 0)
             self.spans[ins, outs] = factors
-        if op.kind.startswith(LOOKUPS):  # a device with some of the rows is given all indices
+        if op.kind.startswith(LOOKUPS):  # a device with some of the rows receives all indices
             moved_by = (*ins[1:], *outs) if op.kind == "gather" else ins[1:]
             factors = frozenset(f for layout in moved_by for f in layout if f >= 0)
         depth, seen = self.depth[op.index], self.seen
@@ -219,18 +221,19 @@ class Workload:
         return group, Work((factors,), flops, traffic, dtype, "vector", kernels)
 
     def spread(self, op: Op, group: int) -> tuple[Work, ...]:
-        """What tables of few columns cost besides, whose rows XLA:TPU lays out 128 lanes wide to
-        look them up or to add to them (docs/explanation/compute.md). Splitting columns saves
-        nothing of it.
+        """The extra cost of tables with few columns: XLA:TPU lays out their rows 128 lanes wide to
+        look them up or to add to them (docs/explanation/compute.md). Splitting columns does not
+        reduce this cost.
 
-        Adding fills the table so, then copies it, where that is more than fits beside the core and
-        at most ``MOST_SPREAD``. Looking up copies it first, of a larger table at most as much.
+        An addition fills the table in this layout, then copies it, if its tiles do not fit beside
+        the core and take at most ``MOST_SPREAD``. A lookup copies the table first; at most
+        ``MOST_SPREAD`` bytes of tiles count.
         """
         device, entry = self.device, self.groups.op_layouts[op.index]
         adds, finds = op.kind.startswith("scatter"), op.kind == "gather"
         if entry is None or device is None or not device.fast_memory_bytes or not (adds or finds):
             return ()
-        if adds and selects(self.graph, op):  # a comparison, as compiled
+        if adds and selects(self.graph, op):  # compiled as a comparison
             return ()
         value = op.outputs[0] if adds else op.inputs[0]
         shape = () if value == SCALAR else self.graph.values[value].shape
@@ -251,9 +254,10 @@ class Workload:
     def _row(
         self, op: Op, ins: Sequence[Layout], outs: Sequence[Layout]
     ) -> tuple[int, float] | None:
-        """The factor of the rows that an operation looks up or adds to, and into how many pieces
-        they may be cut. A row of 16 numbers takes a tile's 128 lanes where a TPU has all rows in
-        memory; what fits beside the processor is laid out otherwise."""
+        """The factor of the columns of the rows that an operation looks up or adds to, and the
+        maximum number of pieces into which cutting it saves time. A row of 16 numbers takes the 128
+        lanes of a tile in a TPU's memory; rows that fit beside the processor have another
+        layout."""
         device = self.device
         if device is None or not device.fast_memory_bytes or not op.kind.startswith(LOOKUPS):
             return None
@@ -268,8 +272,8 @@ class Workload:
         return layout[-1], max(1.0, shape[-1] / device.tile_lanes)
 
     def _passes(self, op: Op, dtype: str) -> float:
-        """How many times longer a product takes for the precision that it asks for: bfloat16
-        products where the device has no others, else products without TF32."""
+        """How many times longer a product takes at its requested precision: the number of bfloat16
+        products if the device has no others, else the ratio without TF32."""
         if op.passes == 1 or dtype != "float32" or self.device is None:
             return 1.0
         if self.device.fuses_operands:
@@ -278,8 +282,8 @@ class Workload:
         return max(1.0, slower) if op.passes > TF32_PASSES else 1.0
 
     def _dense(self, op: Op) -> float:
-        """How many times the flop of a ragged product compilers compute: XLA:GPU and XLA:CPU
-        multiply all rows by the matrices of all groups, masked, XLA:TPU does so for its gradient
+        """How many times the FLOPs of a ragged product compilers compute: XLA:GPU and XLA:CPU
+        multiply all rows by the matrices of all groups, masked; XLA:TPU does so for its gradient
         (docs/explanation/compute.md)."""
         if op.kind not in RAGGED or self.device is None:
             return 1.0
@@ -288,9 +292,9 @@ class Workload:
         return float(ragged_groups(self.graph, op))
 
     def _grouped(self, op: Op, dtype: str) -> float:
-        """How many times longer a convolution of groups of channels takes than its flop do in one
-        without groups. XLA:TPU computes one of few channels in each outside of the matrix units,
-        500 products per cycle and core (a quarter of the vector rate), and 2,000 for the
+        """How many times longer a convolution with groups of channels takes than one without groups
+        and with equal FLOPs. If groups have few channels, XLA:TPU computes it outside of the matrix
+        units, 500 products per cycle and core (a quarter of the vector rate), and 2,000 for the
         gradient of its kernel; or it multiplies all channels, most of them by zeros
         (docs/explanation/compute.md)."""
         device = self.device
@@ -311,8 +315,8 @@ class Workload:
         return max(1.0, min(float(groups), rate / vector))
 
     def _product(self, op: Op, flops: float, dtype: str, weight: float) -> Work:
-        """A product: its factors in classes by which of the two operands and the result have
-        them, so that each is split by no more than its own dimensions."""
+        """The work of a product. Its factors form classes by which of the two operands and the
+        result have them, so that each array is split only by its dimensions."""
         _, ins, outs = self.groups.op_layouts[op.index]  # type: ignore[misc]
         values, places = self.graph.values, (*ins[:2], outs[0])
         member: dict[int, int] = {}

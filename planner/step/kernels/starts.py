@@ -1,11 +1,12 @@
-"""Which operations start a kernel, and which may share one: a count of what a compiler that fuses
-launches.
+"""Which operations start a kernel, and which may share one: counts the launches of a compiler that
+fuses.
 
-Operations that mix dimensions are a kernel each. Elementwise operations are fused with the
+Each operation that mixes dimensions is a kernel. Elementwise operations are fused with the
 elementwise operations that they read, also with several results (XLA's loop and multi-output
-fusion), unless a product or reduction lies on a path between the two; what writes nothing to
-memory is part of its readers, and so are scalars. Reductions absorb what they read, and those of
-one value share a kernel. Compared with compiled steps in docs/explanation/compute.md.
+fusion), unless a product or reduction lies on a path between the two. Operations that write nothing
+to memory are part of their readers, and so are scalars. Reductions absorb the operations that they
+read, and reductions of one value share a kernel. docs/explanation/compute.md compares this with
+compiled steps.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from planner.graph.ir import SCALAR, Graph
 from planner.step.memory.liveness import PASSES
 
 BITCASTS = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "iota"})
-"""Operations that never are a kernel alone: a new shape for the same bytes, or made where read."""
+"""Operations that are never a kernel alone: they reshape bytes, or their readers compute them."""
 
 
 class Starts(NamedTuple):
-    """Per operation, whether its kernel is counted at it, and how many products and reductions lie
+    """Per operation, whether its kernel is counted at it, and the number of products and reductions
     on the longest path to it: kernels of the same depth may be one."""
 
     begins: tuple[bool, ...]
@@ -31,7 +32,7 @@ class Starts(NamedTuple):
 def starts(
     graph: Graph, fusable: Sequence[bool], is_written: Sequence[bool], live: Sequence[bool]
 ) -> Starts:
-    """Find both. Near-linear in operations."""
+    """Find the starts and the depths. Near-linear in operations."""
     values = graph.values
     out = [False] * len(graph.ops)
     levels = [0] * len(graph.ops)

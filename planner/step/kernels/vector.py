@@ -1,11 +1,11 @@
-"""What kernels without a product move on a TPU, as XLA:TPU estimates them.
+"""The bytes that kernels without a product move on a TPU, as XLA:TPU estimates them.
 
-A register holds 32-bit lanes (``Device.lane_bytes``), whatever the dtype. So a kernel takes the
-time to move what it reads and writes, in the bytes of its dtypes, and to pass over its elements
-once as 32-bit lanes. Writing the first full array of 32-bit elements hides that pass, as it is as
-long; a reduction and a kernel that writes narrower elements pay for it. Where rows of the registers
-are empty (4 heads of 128) the pass is longer and hides nothing. docs/explanation/compute.md has the
-figures.
+A register holds 32-bit lanes (``Device.lane_bytes``), whatever the dtype. So the time of a kernel
+is that of moving its operands and results, in the bytes of their dtypes, and of one pass over its
+elements as 32-bit lanes. Writing the first full array of 32-bit elements takes as long as the pass
+and hides it. A reduction and a kernel that writes narrower elements pay for the pass. If rows of
+the registers are empty (4 heads of 128), the pass is longer, and nothing hides it.
+docs/explanation/compute.md has the figures.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from planner.step.memory.tiles import padding, rows_used
 
 CUMULATIVE = frozenset({"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"})
 SCANS = 4.0
-"""How many times a kernel's bytes a cumulative sum moves: XLA:TPU makes windows of 128 elements of
-it, in four to six kernels (3.2 to 4.6 times on v5e)."""
+"""Ratio of the bytes that a cumulative sum moves to those of one kernel: XLA:TPU computes it in
+windows of 128 elements, in four to six kernels (3.2 to 4.6 times on v5e)."""
 
 
 def vector_bytes(
@@ -38,7 +38,7 @@ def vector_bytes(
     device: Device,
     handed: frozenset[int],
 ) -> list[float]:
-    """Per operation, the bytes that one run of its kernel moves, and those of the pass over its
+    """Per operation, the bytes that one run of its kernel moves, plus those of the pass over its
     elements. Kernels of a group that read the same array in the same phase are one."""
     laid = _laid_by_products(graph, rules, groups.fuses)
     return _Vector(graph, groups, written_values, device, handed, laid).run(home)
@@ -61,11 +61,11 @@ class _Vector:
         self.images = image_lanes(graph, groups.op_layouts, groups.fuses)
         self.tile = (device.tile_rows, device.tile_lanes)
         self.seen: set[tuple[int, Phase, int]] = set()
-        """Arrays that a kernel reads or has made: the group, the phase, the value."""
+        """Arrays that a kernel has read or made, as (group, phase, value)."""
         self.padded: dict[int, float] = {}
 
     def run(self, home: Sequence[int]) -> list[float]:
-        """The bytes of every operation; those in a product's kernel have none here."""
+        """The bytes of every operation; 0 for operations in a product's kernel."""
         out = [0.0] * len(self.graph.ops)
         for op in self.graph.ops:
             entry = self.groups.op_layouts[op.index]
@@ -81,7 +81,7 @@ class _Vector:
         ):
             return 0.0
         writes = [o for o in op.outputs if written_values.kept[o]]
-        if op.fused:  # its user's kernel writes it as it is
+        if op.fused:  # the hand-written kernel writes it without padding
             return float(sum(written_values.nbytes[o] for o in writes))
         reduces = op.kind.startswith(("reduce_", "arg"))
         if not (writes or reduces):
@@ -92,13 +92,13 @@ class _Vector:
         if in_place(self.graph, op):
             return 2.0 * self.tiled(op.inputs[1], written_values.nbytes[op.inputs[1]])
         read = self.read(op, group, reduces)
-        if op.phase is Phase.UPDATE:  # one kernel writes all that is made from a gradient
+        if op.phase is Phase.UPDATE:  # one kernel writes everything computed from a gradient
             self.seen.update([(group, op.phase, o) for o in writes])
         passed = self.passed(op, writes, reduces) if read and op.kind != "pad" else 0.0
         return (written + read + passed) * (SCANS if op.kind in CUMULATIVE else 1.0)
 
     def read(self, op: Op, group: int, reduces: bool) -> float:
-        """Bytes of the arrays that its kernel has not read before."""
+        """Bytes of the arrays that the operation's kernel has not read before."""
         read = 0.0
         for i in op.inputs:
             for s, nbytes in () if i == SCALAR else self.found.sources[i].items():
@@ -112,9 +112,9 @@ class _Vector:
         return read
 
     def passed(self, op: Op, writes: list[int], reduces: bool) -> float:
-        """Bytes that stand for the pass over a kernel's elements; 0 where a write hides it.
+        """Bytes that stand for the pass over a kernel's elements; 0 if a write hides it.
 
-        An update writes moments of 32 bits beside a narrower parameter.
+        An update always hides it: it writes moments of 32 bits beside a narrower parameter.
         """
         values, lane = self.graph.values, self.device.lane_bytes
         over = [i for i in op.inputs[:1] if i != SCALAR] if reduces else writes
@@ -128,11 +128,11 @@ class _Vector:
         return 0.0 if hidden else most
 
     def tiled(self, value: int, nbytes: int) -> float:
-        """Bytes with what padding to tiles adds."""
+        """Bytes including the padding to tiles."""
         return nbytes * self.padding(value)
 
     def padding(self, value: int) -> float:
-        """What padding to tiles multiplies a value's bytes by."""
+        """The factor that padding to tiles multiplies a value's bytes by."""
         known = self.padded.get(value)
         if known is None:
             shape, lying = self.graph.values[value].shape, self.images.get(value, ())[:1]
@@ -144,7 +144,7 @@ def _laid_by_products(
     graph: Graph, rules: Sequence[FactorRule], fusable: Sequence[bool]
 ) -> list[bool]:
     """Per value, whether a product sets its layout: its operands, its result, and what elementwise
-    operations make of them. A sum of products that has rows or columns alone is none."""
+    operations make of them. Products with a single row or column do not count."""
     parent = list(range(len(graph.values)))
 
     def find(v: int) -> int:

@@ -1,4 +1,4 @@
-"""When copies of what is kept in host memory are on the device."""
+"""When copies of arrays in host memory are on the device."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def on_device(
 ) -> dict[int, list[Span]]:
     """When copies of ``fetches`` are on the device: [start, end) in moments of ``written_values``.
 
-    A copy is read by the kernels that compute from it, which may stand behind the operations that
-    read it in the trace. What a loop reads is there until the loop ends.
+    A copy is read by the kernels that compute from it, which may run later than the operations that
+    read it in the trace. A copy that a loop reads stays until the loop ends.
     """
     if not copies:
         return {}
@@ -70,7 +70,7 @@ def _tags(
     copies: Mapping[int, Sequence[Span]],
     via: Mapping[int, frozenset[tuple[int, int]]],
 ) -> frozenset[tuple[int, int]]:
-    """The copies that an operand of an operation is made from: (array, number of the copy)."""
+    """The copies that an operand of an operation is computed from: (array, index of the copy)."""
     if value == SCALAR or value not in copies:
         return via.get(value, frozenset())
     return frozenset({(value, bisect_left([span[1] for span in copies[value]], op))})

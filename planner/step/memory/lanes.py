@@ -1,4 +1,4 @@
-"""Which dimension of an array lies along the lanes of its tiles, where compilers do not choose."""
+"""Which dimensions of an array may lie along the lanes of its tiles, if a compiler limits them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from planner.graph.ir import SCALAR, Graph
 from planner.space.factors import Layout
 
 Entry = tuple[int, tuple[Layout, ...], tuple[Layout, ...]] | None
-"""Of an operation: its group, the layouts of its operands and of its results."""
+"""The group of an operation, the layouts of its operands, and those of its results."""
 
 
 Lanes = tuple[int, ...]
@@ -19,14 +19,14 @@ def image_lanes(
     graph: Graph, entries: Sequence[Entry], fusable: Sequence[bool]
 ) -> dict[int, Lanes]:
     """Per value, the dimensions that may lie along lanes: the features or the batch of images that
-    convolutions read or make, and of what is made of them element by element. XLA:TPU lays no
-    other dimension of an image along lanes. The features come first: prices go by them, as
-    the share of the batch that a device has is not known there. Arguments lie as the caller made
-    them, with the least waste (``step.buffers.padding``).
+    convolutions read or make, and of values computed from these element by element. XLA:TPU lays no
+    other dimension of an image along lanes. The features come first: prices use them, because the
+    local batch of a device is not known there. Arguments have the layout of the caller, with the
+    least waste (``step.memory.tiles.padding``).
 
     Args:
         graph: the step.
-        entries: of every operation (``Groups.op_layouts``).
+        entries: one per operation (``Groups.op_layouts``).
         fusable: per operation, whether it only passes dimensions along.
     """
     lanes: dict[int, Lanes] = {}

@@ -1,8 +1,8 @@
 """When each value is in memory: from its producer to its last reader.
 
-Time is the operation index. Values born inside a loop live inside the loop's body; what
-a loop reads from outside stays until the loop's last operation. Elementwise results that
-are read at once by elementwise operations are assumed fused and take no memory.
+Time is the operation index. Values made inside a loop live inside the loop's body. Values
+that a loop reads from outside stay until the loop's last operation. Elementwise results
+that elementwise operations read soon after are assumed fused and take no memory.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ PASSES = frozenset({"planner_shard", "region_edge", "sharding_constraint", "opti
 """Operations whose result is their operand: they move no bytes themselves."""
 
 FUSION_REACH = 64
-"""An elementwise result read further away than this many operations is materialised."""
+"""An elementwise result read further away than this many operations is materialized."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """``value`` takes room in ``pool`` in [start, end), in operation indices.
+    """``value`` occupies ``pool`` in [start, end), in operation indices.
 
-    ``when``: only if the array is kept in this memory between steps; None: whatever is chosen.
+    ``when``: only if the array is stored in this memory between steps; None: in any case.
     """
 
     value: int
@@ -40,7 +40,7 @@ class Interval:
 def materialised(graph: Graph, fusable: Sequence[bool], live: Sequence[bool]) -> tuple[bool, ...]:
     """Which values are written to memory rather than fused away.
 
-    A mark is no obstacle to fusion; ``jax.lax.optimization_barrier`` is one.
+    A mark does not prevent fusion; ``jax.lax.optimization_barrier`` does.
     """
     out = [v.op == -1 for v in graph.values]
     final = set(graph.outputs)
@@ -74,9 +74,9 @@ def intervals(
     donated: Sequence[bool],
     hosted: frozenset[int] = frozenset(),
 ) -> tuple[Interval, ...]:
-    """Live intervals of the values that are kept; inputs live all step unless donated.
+    """Live intervals of the values that are written; inputs live for the whole step unless donated.
 
-    A donated input that comes back as an output shares its memory: only one is listed. Inputs that
+    A donated input and the output that replaces it share memory: only one is listed. Inputs that
     are ``hosted``, and their new values, are listed for both memories.
     """
     end_of_step = len(graph.ops) + 1
@@ -123,7 +123,7 @@ def intervals(
 
 
 def _overwritten(graph: Graph, written_values: Written, last: Sequence[int]) -> set[int]:
-    """Values that the last kernel to read them writes its own result over."""
+    """Values that their last reader overwrites with its result."""
     out: set[int] = set()
     taken: set[int] = set()
     fixed = set(graph.inputs) | set(graph.outputs)
@@ -147,11 +147,11 @@ def _overwritten(graph: Graph, written_values: Written, last: Sequence[int]) -> 
 
 
 def _normalizes(graph: Graph, written_values: Written, op: Op, value: int) -> bool:
-    """Whether an operation's kernel reads a value and what its rows are reduced to: XLA:GPU
-    computes both in one Triton kernel, which does not write over what it reads
+    """Whether an operation's kernel reads a value and a reduction of its rows: XLA:GPU computes
+    both in one Triton kernel, which does not overwrite its operands
     (https://openxla.org/xla/gpu_architecture, softmax and norms)."""
     rows = {s for i in op.inputs if i != SCALAR for s in written_values.sources[i]}
-    for s in rows:  # such a kernel reads no slice of a stack, and nothing that was scattered
+    for s in rows:  # such a kernel reads no slices of stacks and no results of scatters
         maker = graph.values[s].op
         outside = maker < 0 or graph.ops[maker].region != op.region
         if outside and graph.values[s].nbytes >= graph.values[value].nbytes:
@@ -177,16 +177,16 @@ def _normalizes(graph: Graph, written_values: Written, op: Op, value: int) -> bo
 
 
 def _by_rows(shape: Sequence[int], out: Sequence[int]) -> bool:
-    """Whether a reduction to ``out`` is along the last dimension, or along none, but for dimensions
-    of size 1."""
+    """Whether a reduction from ``shape`` to ``out`` is along the last dimension or none, without
+    regard to dimensions of size 1."""
     long, short = ([n for n in sizes if n != 1] for sizes in (shape, out))
     return short in (long, long[:-1])
 
 
 def _stretch_over_loops(graph: Graph, written_values: Written, last: list[int]) -> dict[int, int]:
-    """What takes memory for all of a loop: values it reads from outside, and stacked results.
+    """Extend values that take memory for a whole loop: operands from outside, and stacked results.
 
-    Lengthens ``last`` in place; returns when stacks begin: with the loop that fills them.
+    Lengthens ``last`` in place; returns when each stack begins: with the loop that fills it.
     """
     begin, stop = extents(graph, written_values.time)
     for value in graph.values:
@@ -211,7 +211,7 @@ def _stretch_over_loops(graph: Graph, written_values: Written, last: list[int]) 
                 first[stacked.index] = begin[region]
                 kind = (stacked.shape, stacked.dtype, op.region)
                 earliest[kind] = min(begin[region], earliest.get(kind, begin[region]))
-    if written_values.merges:  # one kernel initialises all stacks of a shape
+    if written_values.merges:  # one kernel initializes all stacks of a shape
         for index in first:
             stack = graph.values[index]
             first[index] = earliest[stack.shape, stack.dtype, graph.ops[stack.op].region]

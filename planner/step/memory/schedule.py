@@ -1,10 +1,10 @@
-"""The order in which compilers run a step. On GPUs, what only the update needs comes last.
+"""The order in which compilers run a step. On GPUs, operations that only the update needs run last.
 
 XLA's latency-hiding scheduler fills its schedule from the end: an operation is placed as late as
-its readers allow. Gradients of parameters are read by the update alone (in a loop: stacked), so
-their products wait until the chain of activation gradients is done, and what they read stays in
+its readers allow. Only the update reads the gradients of parameters (in a loop, they are stacked).
+So their products wait until the chain of activation gradients is done, and their operands stay in
 memory until then (openxla/xla, xla/service/latency_hiding_scheduler.h). Modules of XLA:TPU have
-these products inside the chain, each behind the activation gradient of its layer.
+these products inside the chain, each after the activation gradient of its layer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from planner.graph.ir import PRODUCTS, SCALAR, Graph, Phase
 
 GRADIENTS = frozenset("dot_general conv_general_dilated ragged_dot scatter-add scatter_add".split())
-"""Operations that make a parameter's gradient out of activations."""
+"""Operations that compute a parameter's gradient from activations."""
 
 ENTERS = frozenset({"loop_const", "loop_carry", "loop_xs"})
 """Borders at which values enter a loop; its body reads them."""
@@ -37,7 +37,7 @@ def schedule(graph: Graph, heavy: Sequence[bool], live: Sequence[bool]) -> tuple
     for op in graph.ops:
         items[op.region].append((late[op.index], op.index, -1))
         region = op.region
-        while region > 0 and region not in seen:  # a body stands where its first operation does
+        while region > 0 and region not in seen:  # a body has the place of its first operation
             seen.add(region)
             items[graph.regions[region].parent].append((False, op.index, region))
             region = graph.regions[region].parent
@@ -55,7 +55,7 @@ def schedule(graph: Graph, heavy: Sequence[bool], live: Sequence[bool]) -> tuple
 
 
 def _late(graph: Graph, heavy: Sequence[bool], live: Sequence[bool]) -> list[bool]:
-    """Per operation, whether it makes a gradient that no other product reads, or reads one."""
+    """Per operation, whether it makes a gradient that no product reads, or uses such a gradient."""
     waited = [False] * len(graph.values)  # whether a heavy operation is downstream of a value
     closes = any(op.kind == "loop_back" for op in graph.ops)
     for op in (*reversed(graph.ops), *(reversed(graph.ops) if closes else ())):
@@ -87,7 +87,7 @@ def _late(graph: Graph, heavy: Sequence[bool], live: Sequence[bool]) -> list[boo
 def _by_level(
     items: Sequence[tuple[bool, int, int]], levels: Sequence[float]
 ) -> list[tuple[bool, int, int]]:
-    """Runs of operations of the backward pass, between loops and others, by their level."""
+    """Sorts each run of backward operations, between loops and other operations, by level."""
     out: list[tuple[bool, int, int]] = []
     run: list[tuple[bool, int, int]] = []
     for item in (*items, None):
@@ -102,11 +102,12 @@ def _by_level(
 
 
 def _levels(graph: Graph, live: Sequence[bool], late: Sequence[bool]) -> list[float]:
-    """Per operation of the backward pass, how many products are still to come on the longest way
-    from it, itself among them; half a one more where it is none. 0 for others.
+    """Per operation of the backward pass, the number of products on the longest path from it,
+    including itself, plus a half if it is not a product. 0 for other operations.
 
-    The larger come first. So of an attention's two products with the cotangent, that of the values
-    runs behind the softmax: two more follow on the other way. The probabilities stay until then.
+    Operations with larger levels run first. So of attention's two products with the cotangent, the
+    one for the values runs after the softmax, because two more products follow on the other path.
+    The probabilities stay until then.
     """
     behind = [0.0] * len(graph.values)
     levels = [0.0] * len(graph.ops)
@@ -120,7 +121,7 @@ def _levels(graph: Graph, live: Sequence[bool], late: Sequence[bool]) -> list[fl
                 behind[i] = max(behind[i], level)
         if op.phase is Phase.BACKWARD:
             levels[op.index] = level if op.kind in PRODUCTS else level + 0.5
-    for op in graph.ops:  # sums for the update are made with what they add up
+    for op in graph.ops:  # sums for the update run with their operands
         if levels[op.index] == 0.5:
             makers = [graph.values[i].op for i in op.inputs if i != SCALAR]
             maker_levels = [levels[m] for m in makers if m >= 0 and levels[m]]
@@ -129,14 +130,15 @@ def _levels(graph: Graph, live: Sequence[bool], late: Sequence[bool]) -> list[fl
 
 
 NEAR = 12
-"""Two products further apart than this many operations are not of one layer."""
+"""Maximum distance, in operations, between two products of one layer."""
 
 
 def activations_first(graph: Graph, live: Sequence[bool]) -> tuple[int, ...]:
-    """The order of the trace, but of the two products that read a gradient, the one that JAX traces
-    first (the weight's gradient) runs after the other, with what depends on it.
+    """The order of the trace, except that of the two products that read a gradient, the one that
+    JAX traces first (the weight's gradient) runs after the other, with the operations that depend
+    on it.
 
-    XLA:TPU does so: then a weight that was gathered is freed before its gradient is made. Linear in
+    XLA:TPU does so: a gathered weight is then freed before its gradient is made. Linear in
     operations.
     """
     readers: dict[int, list[int]] = {}

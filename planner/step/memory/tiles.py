@@ -1,7 +1,7 @@
-"""How arrays lie in the tiles of a TPU: what padding adds to their bytes, how full registers are.
+"""How arrays lie in the tiles of a TPU: the bytes of padding, and how full registers are.
 
-A register holds 8 rows of 128 lanes, and so does a tile in memory, or 1, 2 or 4 rows of arrays that
-have no more (https://openxla.org/xla/tiled_layout).
+A register holds 8 rows of 128 lanes, and so does a tile in memory. Tiles of arrays with fewer rows
+have 1, 2 or 4 rows (https://openxla.org/xla/tiled_layout).
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from planner.space.buffer import Tiled
 from planner.space.factors import Layout
 
 COPIED = 1.25
-"""Padding over that of the best layout from which on a product reads, or makes, a copy."""
+"""Ratio of an array's padding to that of the best layout above which a product copies it."""
 
 
 def padding(shape: tuple[int, ...], tile: tuple[int, int], lying: Sequence[int] = ()) -> float:
-    """Bytes that an array takes over those of its elements; ``tile``: rows and lanes.
+    """Ratio of the bytes that an array takes to those of its elements; ``tile``: rows and lanes.
 
-    The compiler lays the array out with those two dimensions minor that waste the least
-    (https://openxla.org/xla/tiled_layout); ``lying`` are those that may be the most minor one, if
-    not all may. Tiles of arrays with fewer rows have 1, 2 or 4 of them.
+    The compiler chooses the two minor dimensions that waste the least
+    (https://openxla.org/xla/tiled_layout); ``lying``: the dimensions that may be the most minor
+    one, empty if all may. Tiles of arrays with fewer rows have 1, 2 or 4 rows.
     """
     rows, lanes = tile
     if tile == (1, 1) or len(shape) < 2 or not all(shape):
@@ -39,7 +39,7 @@ def padding(shape: tuple[int, ...], tile: tuple[int, int], lying: Sequence[int] 
 
 
 def paddings(shape: Sequence[NDArray[np.int64]], tiled: Tiled) -> NDArray[np.float64]:
-    """``padding`` of many shapes at once: an array of lengths per dimension."""
+    """``padding`` of many shapes at once; ``shape``: an array of lengths per dimension."""
     rows, lanes = tiled.tile
     wide = [-(-n // lanes) * lanes / n for n in shape]
     short = [np.minimum(rows, 1 << np.ceil(np.log2(n)).astype(np.int64)) for n in shape]
@@ -52,11 +52,11 @@ def paddings(shape: Sequence[NDArray[np.int64]], tiled: Tiled) -> NDArray[np.flo
 
 
 def rows_used(shape: tuple[int, ...], tile: tuple[int, int]) -> float:
-    """Which share of a register's rows an array of this shape fills, in (0, 1].
+    """The share of a register's rows that an array of this shape fills, in (0, 1].
 
-    Of the layouts that waste the least (``padding``) the compiler takes the last two dimensions
-    where that is one of them: 4 heads of 128 fill half of the 8 rows, with no memory wasted.
-    Dimensions of one element don't count.
+    Of the layouts that waste the least (``padding``), the compiler prefers the one with the last
+    two dimensions minor: 4 heads of 128 fill half of the 8 rows, with no memory wasted. Dimensions
+    of size 1 don't count.
     """
     rows, lanes = tile
     shape = tuple(n for n in shape if n != 1)
@@ -77,12 +77,12 @@ def rows_used(shape: tuple[int, ...], tile: tuple[int, int]) -> float:
 def copied(
     graph: Graph, op: Op, layouts: Sequence[Layout], tile: tuple[int, int]
 ) -> Iterator[tuple[int, float, float]]:
-    """The operands and results of a product that it copies, by their place (operands first), with
-    their padding in the product and in the best layout.
+    """The operands and results that a product copies, by position (operands first), with their
+    padding in the product and in the best layout.
 
-    XLA:TPU (libtpu 0.0.42) lays no batch dimension of a product into tiles. Where the other
-    dimensions are small, an array lies best with its batch along the lanes: it is copied before and
-    after (docs/explanation/memory.md). ``layouts``: of the operands and of the result.
+    XLA:TPU (libtpu 0.0.42) lays no batch dimension of a product into tiles. If the other dimensions
+    are small, the best layout of an array has its batch along the lanes: it is copied before and
+    after (docs/explanation/memory.md). ``layouts``: those of the operands and of the result.
     """
     if op.kind != "dot_general" or op.fused or tile == (1, 1):
         return

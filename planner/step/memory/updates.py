@@ -1,9 +1,9 @@
-"""Gradients that XLA:TPU makes and uses in one kernel: the product computes the update, too.
+"""Gradients that XLA:TPU makes and uses in one kernel: the product also computes the update.
 
-Such a gradient is nowhere written. Its kernel holds tiles of the parameter and of its moments, old
-and new, beside those of the gradient. It reads its smaller operand once if that fits into the fast
-memory of the core, and if not, takes twice as long as product and update one after the other:
-docs/explanation/decisions/022-updates-apart.md has the figures.
+Such a gradient is not written. Its kernel holds tiles of the parameter and of its moments, old and
+new, beside those of the gradient. It reads its smaller operand once if that fits into the fast
+memory of the core; if not, it takes twice as long as the product and the update in sequence:
+docs/explanation/decisions/022-what-is-sent.md has the figures.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from planner.space.groups import GroupLink, Groups
 from planner.step.memory.liveness import PASSES
 
 ACROSS = ("reduce_", "arg", "loop_", "branch_")
-"""How kinds of operations begin that need a whole array, or leave a region."""
+"""Prefixes of kinds of operations that need a whole array or leave a region."""
 
 
 def gradients_in_updates(
@@ -30,11 +30,11 @@ def gradients_in_updates(
         graph: the step.
         groups: its groups.
         live: per operation, whether its results are used.
-        sent: whether a collective stands on a link, where a plan is known.
+        sent: whether a link has a collective, if a plan is known.
     """
     away = {x.value for x in groups.links if x.operand <= -2 and sent(x)}
     root: dict[int, int] = {}
-    behind: dict[int, frozenset[int]] = {}  # per value, the gradients it is made of
+    behind: dict[int, frozenset[int]] = {}  # per value, the gradients that it is computed from
     written: set[int] = set()
     nothing: frozenset[int] = frozenset()
     for op in graph.ops:

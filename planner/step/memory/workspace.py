@@ -1,4 +1,4 @@
-"""What operations allocate besides their operands and results."""
+"""The memory that operations allocate besides their operands and results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def workspaces(
     live: Sequence[bool],
     tile: tuple[int, int],
 ) -> Iterator[Extra]:
-    """Of all operations, as the compiler allocates them whose kernels are ``written_values``;
+    """The extra memory of all operations, for the compiler whose kernels are ``written_values``;
     ``tile``: rows and lanes."""
     if written_values.merges:
         yield from _uneven(graph, groups, written_values, live)
@@ -48,7 +48,7 @@ def workspaces(
 def _regions(
     graph: Graph, groups: Groups, written_values: Written, live: Sequence[bool]
 ) -> Iterator[Extra]:
-    """What a ``shard_map`` holds inside, of one device already."""
+    """The memory inside a ``shard_map``, which is already that of one device."""
     for op in graph.ops:
         entry = groups.op_layouts[op.index]
         held = op.held[written_values.merges]
@@ -68,7 +68,7 @@ def _regions(
 def _narrowed(
     graph: Graph, groups: Groups, written_values: Written, live: Sequence[bool]
 ) -> Iterator[Extra]:
-    """Stacks of float32 whose slices only products read, as bfloat16: XLA:TPU converts them
+    """Copies in bfloat16 of float32 stacks whose slices only products read: XLA:TPU converts them
     once, before the first loop that reads them."""
     readers: dict[int, list[Op]] = {}
     for op in graph.ops:
@@ -107,7 +107,7 @@ def _copied(
     live: Sequence[bool],
     tile: tuple[int, int],
 ) -> Iterator[Extra]:
-    """What products of many small matrices copy: operands lie twice, results padded."""
+    """The copies of products of many small matrices: copies of operands, padding of results."""
     for op in graph.ops:
         entry = groups.op_layouts[op.index]
         if entry is None or not live[op.index]:
@@ -123,9 +123,9 @@ def _copied(
 def _uneven(
     graph: Graph, groups: Groups, written_values: Written, live: Sequence[bool]
 ) -> Iterator[Extra]:
-    """Strided convolutions read a padded copy, from the first to the last that reads the value.
+    """The padded copies that strided convolutions read, each until the last reader of the value.
 
-    Libraries of GPUs pad both sides alike; ``SAME`` with a stride pads one side more
+    GPU libraries pad both sides equally; ``SAME`` with a stride pads one side more
     (openxla/xla, conv_padding_legalization).
     """
     readers: dict[int, list[int]] = {}
@@ -146,8 +146,8 @@ def _uneven(
 def _masked(
     graph: Graph, groups: Groups, written_values: Written, live: Sequence[bool]
 ) -> Iterator[Extra]:
-    """Ragged products read their rows once per group, masked, and their gradients both operands
-    (XLA:GPU)."""
+    """The masked copies of ragged products, one per group: of the rows, and for gradients of both
+    operands (XLA:GPU)."""
     for op in graph.ops:
         entry = groups.op_layouts[op.index]
         if entry is None or not live[op.index] or op.kind not in RAGGED:
@@ -163,7 +163,7 @@ def pads_unevenly(shapes: Sequence[tuple[int, ...]], layouts: Sequence[Layout]) 
     """Whether a convolution with a stride pads one end of a dimension more than the other.
 
     Args:
-        shapes: of the image, the kernel and the result.
+        shapes: those of the image, the kernel and the result.
         layouts: their factors. The kernel's spatial dimensions are those that it shares with
             neither; of the others' dimensions that it does not share, the first is the batch.
     """

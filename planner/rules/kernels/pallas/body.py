@@ -1,4 +1,4 @@
-"""What the body of a Pallas kernel reads of its place in the grid, and what it carries along it."""
+"""Analyzes how the body of a Pallas kernel depends on its place in the grid and on earlier runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from planner.rules.kernels.pallas.integers import Number, evaluated, inner_call,
 
 PLACES = frozenset({"program_id", "num_programs"})
 """Primitives that read a place in the grid, or the grid's size; ``axis`` counts the dimensions that
-the kernel was written for, without those that ``jax.vmap`` put in front."""
+the kernel was written for, without those that ``jax.vmap`` adds in front."""
 
 READING = frozenset({"get", "masked_load", "load"})
 WRITING = frozenset({"swap", "addupdate", "masked_swap", "store"})
@@ -31,8 +31,8 @@ def bodies(eqn: Any) -> Iterator[Any]:
 
 
 def draws(jaxpr: Any) -> bool:
-    """Whether a body uses the core's generator of random numbers, whose state goes on from place
-    to place."""
+    """Whether a body uses the core's generator of random numbers, whose state carries over from
+    place to place."""
     return any(
         "prng" in eqn.primitive.name or any(map(draws, bodies(eqn)))
         for eqn in compat.body(jaxpr).eqns
@@ -40,8 +40,8 @@ def draws(jaxpr: Any) -> bool:
 
 
 def writes(jaxpr: Any) -> frozenset[int]:
-    """The references that a body may write, by position among its arguments. What is not known to
-    read alone counts as writing."""
+    """The references that a body may write, by position among its arguments. An operation counts as
+    writing unless it is known to only read."""
     inner = compat.body(jaxpr)
     at = {v: k for k, v in enumerate(inner.invars)}
     written: set[int] = set()
@@ -65,7 +65,7 @@ def writes(jaxpr: Any) -> frozenset[int]:
 
 
 def _entered(eqn: Any) -> list[tuple[Sequence[Any], Any]] | None:
-    """The bodies of an equation with the operands that they take; None where that is not known."""
+    """The bodies of an equation with the operands that they take; None if that is not known."""
     call, params, name = inner_call(eqn), eqn.params, eqn.primitive.name
     if call is not None:
         return [(eqn.invars, call)]
@@ -85,7 +85,7 @@ def _entered(eqn: Any) -> list[tuple[Sequence[Any], Any]] | None:
 
 def read_places(jaxpr: Any) -> dict[int, int]:
     """The dimensions of the grid that the results or the effects of a body depend on, each with its
-    period: the place counts modulo that number only, 0 if all of it counts."""
+    period: only the place modulo this number matters. A period of 0 means that all of it does."""
     inner = compat.body(jaxpr)
     needed = {v for v in inner.outvars if not compat.is_literal(v)}
     periods: dict[int, int] = {}
@@ -109,7 +109,7 @@ def read_places(jaxpr: Any) -> dict[int, int]:
 
 
 def _period(inner: Any, place: Any, readers: Sequence[Any]) -> int:
-    """The number modulo which a place is read everywhere, 0 if it is read otherwise."""
+    """The modulus of all reads of a place; 0 if it is read in any other way."""
     if any(v is place for v in inner.outvars):
         return 0
     period = 1
@@ -124,15 +124,16 @@ def _period(inner: Any, place: Any, readers: Sequence[Any]) -> int:
 
 
 def starts_anew(jaxpr: Any, state: Collection[int], first: Collection[int]) -> bool:
-    """Whether a body never reads what earlier runs left in references, where it is the first run
-    along some dimensions of the grid.
+    """Whether a body never reads what earlier runs left in references, if it is the first run along
+    some dimensions of the grid.
 
     Args:
         jaxpr: the kernel's body.
         state: the references, by position among the body's arguments.
         first: the dimensions along which it is the first run, counted as by ``PLACES``.
 
-    A reference is safe from where all of it is written. What is not understood counts as reading.
+    A reference is safe once all of it is written. An operation that is not understood counts as
+    reading.
     """
     inner = compat.body(jaxpr)
     held = frozenset(inner.invars[k] for k in state)
@@ -140,7 +141,7 @@ def starts_anew(jaxpr: Any, state: Collection[int], first: Collection[int]) -> b
 
 
 def _left(jaxpr: Any, held: Refs, known: dict[Any, Number], first: frozenset[int]) -> Refs | None:
-    """The references of ``held`` that a body has not written whole; None if it reads one before."""
+    """The references of ``held`` that a body does not fully write; None if it reads one before."""
     for eqn in compat.body(jaxpr).eqns:
         name = eqn.primitive.name
         values = [literal(v) if compat.is_literal(v) else known.get(v) for v in eqn.invars]
@@ -161,7 +162,7 @@ def _left(jaxpr: Any, held: Refs, known: dict[Any, Number], first: frozenset[int
             whole = math.prod(compat.aval_shape(refs[0].aval))
             written = math.prod(compat.aval_shape(eqn.invars[1].aval))
             left = held - {refs[0]} if written == whole else held
-        else:  # read, or written in a way that is not looked into
+        else:  # read, or written in a way that is not analyzed
             left = None
         if left is None:
             return None
@@ -172,7 +173,7 @@ def _left(jaxpr: Any, held: Refs, known: dict[Any, Number], first: frozenset[int
 def _inside(
     body: Any, operands: Sequence[Any], values: Sequence[Number], held: Refs, first: frozenset[int]
 ) -> Refs | None:
-    """``_left`` of a body that takes ``operands``, as references of the program around it."""
+    """``_left`` of a body that takes ``operands``, as references of the enclosing program."""
     inner = compat.body(body)
     pairs = zip(operands, inner.invars, strict=True)
     names = [(o, i) for o, i in pairs if not compat.is_literal(o) and o in held]
@@ -184,7 +185,7 @@ def _inside(
 
 
 def _branches(eqn: Any, values: Sequence[Number], held: Refs, first: frozenset[int]) -> Refs | None:
-    """``_left`` of a conditional: of its branch, or of all where that is not known."""
+    """``_left`` of a conditional: of the branch taken, or of all if that is not known."""
     branches = eqn.params["branches"]
     which = values[0]
     taken = branches if which is None else [branches[int(np.clip(which, 0, len(branches) - 1))]]

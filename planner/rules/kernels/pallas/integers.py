@@ -1,4 +1,4 @@
-"""Integer arithmetic of index maps and kernel bodies, by numpy: no backend is started."""
+"""Evaluates integers of index maps and kernel bodies with numpy, without starting a backend."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from planner import compat
 
 Number = np.ndarray[Any, Any] | None
-"""A scalar, or one per index; None where it is not known."""
+"""A scalar, or one per index; None if it is not known."""
 
 
 def _select(which: Any, *cases: Any) -> Any:
@@ -50,7 +50,7 @@ _CALLS = frozenset("jit pjit closed_call core_call custom_jvp_call".split())
 
 
 def inner_call(eqn: Any) -> Any:
-    """The body of a call that stands for its equations, None of other equations."""
+    """The body of a call that only runs its equations; None for other equations."""
     if eqn.primitive.name not in _CALLS:
         return None
     return eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
@@ -91,6 +91,6 @@ def run(jaxpr: Any, values: Sequence[Number]) -> list[Number]:
 
 
 def literal(atom: Any) -> Number:
-    """The number of a literal, if it is a whole one."""
+    """The value of a literal if it is an integer or a boolean, else None."""
     value = np.asarray(atom.val)
     return value if value.dtype.kind in "biu" and not value.shape else None

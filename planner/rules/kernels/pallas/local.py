@@ -13,7 +13,7 @@ from planner.rules.kernels.pallas.text import grid_text, program_text
 from planner.rules.key import Shape
 
 _COUNTS = ("flops", "transcendentals", "bytes_accessed")
-"""Of a cost estimate: what a shard has a share of."""
+"""Fields of a cost estimate of which a shard has a share."""
 
 
 def local_params(
@@ -25,7 +25,7 @@ def local_params(
     """The parameters of the same kernel on shards of these shapes.
 
     Raises:
-        ValueError: the grid can't be split so.
+        ValueError: the grid can't be split this way.
     """
     grid = params["grid_mapping"]
     shapes = [tuple(s) for s in (*in_shapes[skipped_operands(grid) :], *out_shapes)]
@@ -63,7 +63,7 @@ def local_params(
 
 
 def _places(lengths: Sequence[Any]) -> int:
-    """Places of a grid; dimensions of unknown length count as one."""
+    """Number of places of a grid; dimensions of unknown length count as one."""
     return math.prod(n for n in lengths if isinstance(n, int))
 
 

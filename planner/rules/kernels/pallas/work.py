@@ -1,4 +1,4 @@
-"""What Pallas kernels and ``shard_map`` regions do, from their authors' estimate or their body."""
+"""The work of Pallas kernels, from their authors' estimates or from their bodies."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _FREE = READS | {"swap", "masked_swap", "program_id", "num_programs"}
 
 
 def body_flops(jaxpr: Any) -> tuple[float, int]:
-    """Flop of one run of a body, and how many products of matrices it has. Of a conditional the
-    costliest branch counts; a loop whose length is not known runs as often as it takes to read the
-    longest array that it reads a part of in each turn."""
+    """Flop of one run of a body, and its number of matrix products. A conditional counts as its
+    most expensive branch. A loop of unknown length runs until it has read every array of which it
+    reads a part in each iteration."""
     flops, products = 0.0, 0
     for eqn in compat.body(jaxpr).eqns:
         name, params = eqn.primitive.name, eqn.params
@@ -44,7 +44,7 @@ def body_flops(jaxpr: Any) -> tuple[float, int]:
 
 
 def _turns(jaxpr: Any) -> int:
-    """See `body_flops`."""
+    """Iterations of a loop of unknown length; see `body_flops`."""
     most = 1
     for eqn in compat.body(jaxpr).eqns:
         if eqn.primitive.name in READS:
@@ -55,14 +55,15 @@ def _turns(jaxpr: Any) -> int:
 
 
 Work = tuple[tuple[str, float, float], ...]
-"""As ``Op.work`` has it."""
+"""See ``Op.work``."""
 
 
 def kernel_work(params: Any) -> Work:
-    """What a Pallas kernel does: two products or more are attention.
+    """The work of a Pallas kernel, which counts as attention if it has two or more products.
 
-    ``cost_estimate`` says the flop where the kernel's author gave one; else they are those of the
-    body times the places of the grid (dimensions of unknown length count as one).
+    The flop are those of ``cost_estimate`` if the kernel's author gave one. Otherwise, they are
+    those of the body times the number of places of the grid (dimensions of unknown length count as
+    one).
     """
     grid = params["grid_mapping"].grid
     flops, products = body_flops(params["jaxpr"])
