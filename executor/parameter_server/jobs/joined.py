@@ -1,7 +1,7 @@
 """Workers whose devices form one mesh. What runs under SPMD is sharded over all of them. Rows of
 tables move between the servers and the processes in parts, one part for each process.
 
-Chen et al.'s hybrid (Parallax, EuroSys 2019, section 3: sparse variables on servers, dense ones by
+Kim et al.'s hybrid (Parallax, EuroSys 2019, section 3: sparse variables on servers, dense ones by
 all-reduce) with the planner's shardings in place of all-reduce.
 """
 

@@ -67,7 +67,7 @@ def add_inspect(commands: Any, text: str) -> None:
     add(
         "--compare",
         action="store_true",
-        help="add manual plans to that report; plans some dozen times",
+        help="add manual plans to that report; plans about twelve times",
     )
     add("--no-color", action="store_true", help="plain text")
 
