@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from planner.graph.jaxpr.walk import loop_of
 from planner.microbatch.errors import CoupledError
 from planner.microbatch.rewrite import microbatched
 
@@ -90,7 +91,7 @@ def test_a_maximum_reads_one_number_per_example() -> None:
     cut = microbatched(step_with(FIGURES["maximum"]), arguments(), 4)
     jaxpr = jax.make_jaxpr(cut)(*arguments()).jaxpr
     (loop,) = (e for e in jaxpr.eqns if e.primitive.name == "scan")
-    stacks = [v.aval.shape for v in loop.outvars[loop.params["num_carry"] :]]
+    stacks = [v.aval.shape for v in loop.outvars[loop_of(loop).carries :]]
     assert stacks == [(4, ROWS // 4)]
 
 
