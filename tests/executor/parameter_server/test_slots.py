@@ -23,14 +23,14 @@ from executor.parameter_server.transport.slots import (
     SPARE,
     Slot,
     attach,
-    made,
+    new_slot,
 )
 
 pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="no memory file system")
 
 
 def pair(room: int) -> tuple[Slot, Slot]:
-    with made("here", room) as found:
+    with new_slot("here", room) as found:
         assert found is not None
         mine, key = found
         theirs = attach(key, room, "here")
@@ -82,7 +82,7 @@ def test_what_has_no_room_is_not_written() -> None:
 
 
 def test_another_host_has_no_part_in_it() -> None:
-    with made("here", 10) as found:
+    with new_slot("here", 10) as found:
         assert found is not None
         _, key = found
         assert attach(key, 10, "there") is None
@@ -91,15 +91,15 @@ def test_another_host_has_no_part_in_it() -> None:
 
 
 def test_no_memory_is_no_slot() -> None:
-    with made("here", 2**60) as found:
+    with new_slot("here", 2**60) as found:
         assert found is None
-    with made("here", 0, shutil.disk_usage(FOLDER).total) as found:
+    with new_slot("here", 0, shutil.disk_usage(FOLDER).total) as found:
         assert found is None  # Ray's own store may need what is there
 
 
 def test_a_file_has_no_name() -> None:
     before = set(os.listdir(FOLDER))
-    with made("here", 100) as found:
+    with new_slot("here", 100) as found:
         assert found is not None and set(os.listdir(FOLDER)) <= before
 
 
