@@ -169,7 +169,7 @@ def trace(
 
 
 def _with_own_rows(closed: Any, args: Sequence[Any]) -> Any:
-    """See ``planner.graph.jaxpr.own_rows``; calls are inlined if that exposes more look-ups."""
+    """See ``planner.graph.jaxpr.own_rows``; calls are inlined if that exposes more lookups."""
     rewritten = with_own_rows(closed)
     if rewritten is closed or not takes_indices(rewritten):
         return rewritten

@@ -128,7 +128,7 @@ def make_placement(
     Args:
         loss: a function that returns a scalar.
         params, batch: arrays or ShapeDtypeStructs. The indices in the batch are not read: every
-            look-up counts as another row.
+            lookup counts as another row.
         optimizer: an optax transformation.
         cluster: as for ``make_plan``.
         placement: as for ``executor.parameter_server.hybrid``.
@@ -163,7 +163,7 @@ def place_and_plan(
     servers if that costs less than the table adds to the plan.
 
     Args:
-        lookups: look-ups of the loss.
+        lookups: lookups of the loss.
         params, batch: its arguments, arrays or ShapeDtypeStructs.
         optimizer: an optax transformation, for the parameters under SPMD.
         placement: as for ``parse_placement``.

@@ -1,4 +1,4 @@
-"""Look-ups in tables that are split by rows: each shard finds its own, and the sum is scattered."""
+"""Lookups in tables that are split by rows: each shard finds its own, and the sum is scattered."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_modes_inside_and_outside_of_the_table(mode: Any, kind: Any, index: Any)
 
 
 def gathers(jaxpr: Any) -> list[Any]:
-    """The look-ups of a program and what it calls."""
+    """The lookups of a program and what it calls."""
     found = []
     for e in jaxpr.eqns:
         inner = e.params.get("jaxpr")

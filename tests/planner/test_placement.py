@@ -159,7 +159,7 @@ def test_without_a_batch_all_look_ups_may_differ() -> None:
 
 
 def test_a_table_may_cost_nothing_under_spmd() -> None:
-    """Of all look-ups, each may ask for another row: as many rows come as the table has."""
+    """Of all lookups, each may ask for another row: as many rows come as the table has."""
     (table,) = placed({"table": 8_192}, rows={"table": 8_192}).leaves
     assert table.spmd_s is not None and table.spmd_s < table.served_s and table.place == "spmd"
     shown = "no more under SPMD" if table.spmd_s <= 0 else "us under SPMD"

@@ -184,7 +184,7 @@ class Hybrid:
         tables = {t.path: t for t in self._found[_key(batch)][0].tables}
         lines = ", ".join(dict.fromkeys(filter(None, tables[lost[0]].sources)))
         raise RequestError(
-            f"{lost[0]}: a look-up{f' at {lines}' if lines else ''} has another index in the step "
+            f"{lost[0]}: a lookup{f' at {lines}' if lines else ''} has another index in the step "
             "than when its rows were pulled, so its row is not there: indices that come from "
             "floating-point arithmetic are rounded otherwise in another program. Nothing was "
             "pushed; compute the ids before the step, and give them as integers in the batch"

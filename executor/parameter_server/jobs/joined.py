@@ -102,7 +102,7 @@ def check_joined(server: Any) -> int:
     counts = Counter(d.process_index for d in jax.devices())
     if len(set(counts.values())) > 1:
         counts_text = ", ".join(f"{counts[k]} in process {k}" for k in sorted(counts))
-        raise RequestError(f"joined devices: {counts_text}; expected as many in each")
+        raise RequestError(f"joined devices: {counts_text}; expected the same number in each")
     return processes
 
 

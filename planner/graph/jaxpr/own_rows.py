@@ -1,6 +1,6 @@
-"""Rewrites look-ups in every row, as ``logits[jnp.arange(n), labels]``, to batching dimensions.
+"""Rewrites lookups in every row, as ``logits[jnp.arange(n), labels]``, to batching dimensions.
 
-Such a look-up indexes the rows by 0, 1, 2, ... With arbitrary indices it would need all rows on
+Such a lookup indexes the rows by 0, 1, 2, ... With arbitrary indices it would need all rows on
 every device, and its gradient would be a sum over devices. In ``lax.gather`` and ``lax.scatter``, a
 dimension that is only iterated over can be a batching dimension, which is sharded like any other.
 Equations are changed in place, so all others keep their number; the row indices become unused.
@@ -44,7 +44,7 @@ _Fact = _Count | str
 
 
 def with_own_rows(jaxpr: Any) -> Any:
-    """The jaxpr, closed or open, with look-ups in every row rewritten to batching dimensions, also
+    """The jaxpr, closed or open, with lookups in every row rewritten to batching dimensions, also
     in the bodies of its equations; the same object if there are none."""
     inner = compat.body(jaxpr)
     contents = zip(inner.constvars, compat.consts(jaxpr), strict=False)
@@ -68,7 +68,7 @@ def with_own_rows(jaxpr: Any) -> Any:
 
 def takes_indices(jaxpr: Any) -> bool:
     """Whether the body of a call looks up by indices that are arguments of the call: their origin
-    is not visible in the body. Gradients of a jitted function have such look-ups."""
+    is not visible in the body. Gradients of a jitted function have such lookups."""
     return any(
         _by_argument(body)
         for eqn in compat.body(jaxpr).eqns
@@ -162,7 +162,7 @@ def _is_zero(atom: Any) -> bool:
 
 
 def _batched(eqn: Any, facts: Mapping[Any, _Fact], makers: Mapping[Any, Any]) -> Any:
-    """A look-up with the index columns that count rows turned into batching dimensions; unchanged
+    """A lookup with the index columns that count rows turned into batching dimensions; unchanged
     if there are none."""
     operand, indices = eqn.invars[:2]
     maker = None if compat.is_literal(indices) else makers.get(indices)
@@ -213,7 +213,7 @@ class _Columns:
 
 def _with_fewer_columns(inner: Any, eqns: Sequence[Any]) -> list[Any]:
     """The equations, with concatenations of indices reduced to fewer columns if all readers need
-    the same ones. A look-up is left unchanged if other readers need more columns of its indices."""
+    the same ones. A lookup is left unchanged if other readers need more columns of its indices."""
     wanted: dict[Any, set[Any]] = {}
     for eqn in eqns:
         for v in eqn.invars:
@@ -246,7 +246,7 @@ def _with_fewer_columns(inner: Any, eqns: Sequence[Any]) -> list[Any]:
 
 @dataclass(frozen=True)
 class _Dimensions:
-    """The dimension numbers of a look-up (a gather or a scatter).
+    """The dimension numbers of a lookup (a gather or a scatter).
 
     Attributes:
         numbers: the dimension numbers.

@@ -1,6 +1,6 @@
 """The shared walk through a jaxpr.
 
-Everything that goes through a step's equations (the tracer, the executor, the search for look-ups,
+Everything that goes through a step's equations (the tracer, the executor, the search for lookups,
 their evaluation on rows, dependences, recomputation) is a ``Walk``: it defines what a value is and
 what an operation does with values. Only this module knows the structure of equations:
 

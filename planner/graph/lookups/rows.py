@@ -1,12 +1,12 @@
 """Evaluates a function of parameters on a few rows of its tables, instead of the whole tables.
 
-The function's jaxpr is evaluated with ``Rows`` in place of the tables; every look-up reads its rows
+The function's jaxpr is evaluated with ``Rows`` in place of the tables; every lookup reads its rows
 from them. Nothing else changes, so values and gradients are those of the function: the gradient of
 the rows equals the whole table's gradient in these rows, which is zero in all others.
 
 Indices are computed once to decide which rows to fetch, and again in the function. Indices from
 floating-point arithmetic may differ by rounding, which is not the same in two programs, so each
-look-up reports whether its rows are present.
+lookup reports whether its rows are present.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from planner.graph.lookups.tables import (
 
 Ids = NDArray[np.int32]
 Missing = dict[str, list[Any]]
-"""By path of a table, bool arrays of its look-ups: True where a row is missing."""
+"""By path of a table, bool arrays of its lookups: True where a row is missing."""
 
 
 @functools.partial(
@@ -73,7 +73,7 @@ def on_rows(lookups: LookUps, params_tree: Any) -> Callable[..., Any]:
         ``small(params, ids, *batch)``: ``params`` in the form of the parameters, tables replaced by
         their rows [n, *width]; ``ids`` their numbers, int32 [n] ascending, by path. A path that is
         not in ``ids`` has its whole table. Returns the function's result and, by path of ``ids``,
-        whether a look-up needed a missing row (bool []); the result is wrong then.
+        whether a lookup needed a missing row (bool []); the result is wrong then.
     """
     tables = {t.path: t for t in (*lookups.tables, *lookups.unused)}
 
@@ -96,17 +96,17 @@ def unique_rows(table: LookupTable, indices: Sequence[NDArray[Any]]) -> Ids:
 
     Args:
         table: the table.
-        indices: of its look-ups, as ``LookUps.indices`` gives them.
+        indices: of its lookups, as ``LookUps.indices`` gives them.
 
     Raises:
-        RequestError: an index is outside where the look-up promises that none is
+        RequestError: an index is outside where the lookup promises that none is
             (``table[ids]``); JAX does not define what is read then.
     """
     for index, bounds, source in zip(indices, table.bounds, table.sources, strict=True):
         if bounds == PROMISE and index.size and (index.min() < 0 or index.max() >= table.rows):
             side = f"from {table.rows} on" if index.max() >= table.rows else "below the first row"
             raise RequestError(
-                f"{table.path}: a look-up{f' at {source}' if source else ''} has an index {side}, "
+                f"{table.path}: a lookup{f' at {source}' if source else ''} has an index {side}, "
                 f"outside its {table.rows} rows, and promises, as JAX takes x[ids], that it has "
                 "none; look up by jnp.take(table, ids, axis=0, mode='clip' or 'fill')"
             )
@@ -193,7 +193,7 @@ class _OnRows(Walk[Any]):
 
 
 def _look_up(eqn: Any, ins: list[Any]) -> tuple[list[Any], Missing]:
-    """A look-up in the rows that are present."""
+    """A lookup in the rows that are present."""
     rows: Rows = ins[0]
     column = row_column(eqn, (rows.rows, *rows.values.shape[1:]))
     if column is None:

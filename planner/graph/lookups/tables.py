@@ -1,6 +1,6 @@
 """Finds the parameters that are only looked up by rows, and their indices.
 
-A table is served by rows when every use of it is a look-up of whole rows (``table[ids]``,
+A table is served by rows when every use of it is a lookup of whole rows (``table[ids]``,
 ``jnp.take(table, ids, axis=0)``, ``nn.Embed``) whose indices depend on the batch alone. The walk
 goes through the jaxpr of ``function(params, *batch)``: values that depend on a parameter are
 *unknown*, all others are computed, including the indices. ``lookups.rows`` evaluates the same
@@ -25,11 +25,11 @@ from planner.graph.jaxpr.walk import CUSTOM, Body, Loop
 from planner.graph.trace import abstract
 
 PROMISE, CLIP, FILL = "promise_in_bounds", "clip", "fill"
-"""What a look-up reads for an index outside the table: undefined, as the caller promised that there
+"""What a lookup reads for an index outside the table: undefined, as the caller promised that there
 is none; the nearest row; or a row of the fill value (which has no gradient)."""
 
 SAME = frozenset("convert_element_type copy copy_p stop_gradient name reduce_precision".split())
-"""Elementwise operations that a table may pass before its look-up."""
+"""Elementwise operations that a table may pass before its lookup."""
 
 MOST_ROWS = 2**31 - 2
 """Maximum number of rows: row numbers are int32, including the one after the last."""
@@ -47,8 +47,8 @@ class LookupTable:
         dtype: name of its dtype.
         itemsize: bytes of one element.
         looked_up: how many rows one call looks up, repeated ones included.
-        bounds: per look-up, how it handles an index outside (``PROMISE``, ``CLIP``, ``FILL``).
-        sources: per look-up, the user's line.
+        bounds: per lookup, how it handles an index outside (``PROMISE``, ``CLIP``, ``FILL``).
+        sources: per lookup, the user's line.
     """
 
     leaf: int
@@ -79,8 +79,8 @@ class LookUps:
         mixed: paths of the refused that are looked up as well.
         jaxpr: of the function.
         out_tree: tree structure of its results.
-        indices: batch -> for each table, an int32 array [size of the look-up] for each of its
-            look-ups; -1 and ``rows`` stand for indices outside. Traceable.
+        indices: batch -> for each table, an int32 array [size of the lookup] for each of its
+            lookups; -1 and ``rows`` stand for indices outside. Traceable.
     """
 
     tables: tuple[LookupTable, ...]
@@ -192,7 +192,7 @@ def row_column(eqn: Any, shape: tuple[int, ...]) -> int | None:
 
 
 def bounds_of(eqn: Any) -> str:
-    """How a look-up handles an index outside the table."""
+    """How a lookup handles an index outside the table."""
     if eqn.primitive.name == "dynamic_slice":
         return CLIP
     return {
@@ -202,10 +202,10 @@ def bounds_of(eqn: Any) -> str:
 
 
 def looked_up(eqn: Any, column: int, operands: Sequence[Any], rows: int) -> jax.Array:
-    """int32 row numbers of a look-up, in the order of its indices; -1 and ``rows`` are outside.
+    """int32 row numbers of a lookup, in the order of its indices; -1 and ``rows`` are outside.
 
     Args:
-        eqn: the look-up.
+        eqn: the lookup.
         column: as ``row_column`` says.
         operands: of the equation, without the table.
         rows: of the table.
@@ -238,7 +238,7 @@ class _Whole:
 
 @dataclass(frozen=True)
 class _Found:
-    """One look-up."""
+    """One lookup."""
 
     leaf: int
     bounds: str
@@ -247,7 +247,7 @@ class _Found:
 
 @dataclass(eq=False)
 class _Search(PlacedWalk[Any]):
-    """Computes known values and collects look-ups; for tables that are used otherwise, the reason.
+    """Computes known values and collects lookups; for tables that are used otherwise, the reason.
 
     A value is an array, a table or ``UNKNOWN``.
     """
@@ -293,7 +293,7 @@ class _Search(PlacedWalk[Any]):
         return super().call(eqn, ins, body)
 
     def look_up(self, eqn: Any, column: int, ins: list[Any]) -> None:
-        """Record the indices of a look-up, or why its table can't be served by rows."""
+        """Record the indices of a lookup, or why its table can't be served by rows."""
         table, rows = ins[0], ins[0].shape[0]
         if any(x is UNKNOWN for x in ins[1:]):
             self.refuse(
@@ -313,7 +313,7 @@ class _Search(PlacedWalk[Any]):
             self.indices.append(index)
 
     def cond(self, eqn: Any, ins: list[Any], branches: tuple[Body, ...]) -> Sequence[Any]:
-        """Collect the look-ups of all branches: more rows than needed are no error."""
+        """Collect the lookups of all branches: more rows than needed are no error."""
         taken, self.taken = self.taken, False
         for body in branches:
             for out in self.run(body.jaxpr, body.args(ins)):
@@ -323,7 +323,7 @@ class _Search(PlacedWalk[Any]):
         return [UNKNOWN] * len(eqn.outvars)
 
     def loop(self, eqn: Any, ins: list[Any], loop: Loop) -> Sequence[Any]:
-        """Scan the known values; each look-up gives one array of indices per iteration."""
+        """Scan the known values; each lookup gives one array of indices per iteration."""
         if loop.trips is None:
             return self.operation(eqn, ins)
         for x in ins[loop.consts :]:
@@ -332,7 +332,7 @@ class _Search(PlacedWalk[Any]):
         consts, *others = loop.split(ins)
         start, over = ([UNKNOWN if isinstance(x, _Whole) else x for x in part] for part in others)
         known = [x is not UNKNOWN for x in start]
-        seen, known_outs = list[_Found](), list[bool]()  # its look-ups; which results are known
+        seen, known_outs = list[_Found](), list[bool]()  # its lookups; which results are known
 
         def body(carry: list[Any], xs: list[Any]) -> Any:
             walk = _Search(self.place, self.refused, taken=self.taken)

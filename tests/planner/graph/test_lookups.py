@@ -179,7 +179,7 @@ QUICK = (plain, clipped, scanned, branches, deep)
     [pytest.param(f, id=f.__name__, marks=() if f in QUICK else pytest.mark.slow) for f in GOOD],
 )
 def test_a_row_that_is_not_there_is_told(function: Any) -> None:
-    """Indices may be rounded otherwise than when rows were asked for; no look-up takes another."""
+    """Indices may be rounded otherwise than when rows were asked for; no lookup takes another."""
     found = find_lookups(function, PARAMS, (IDS, Y))
     form = jax.tree_util.tree_structure(PARAMS)
     (index,) = found.indices(IDS, Y)

@@ -1,4 +1,4 @@
-"""Look-ups of every row in itself become batching dimensions; values do not change."""
+"""Lookups of every row in itself become batching dimensions; values do not change."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[int, ...], bool]] = {
 
 
 def kinds(jaxpr: Any) -> list[bool]:
-    """Of all look-ups, whether they have batching dimensions."""
+    """Of all lookups, whether they have batching dimensions."""
     found = []
     for eqn in compat.body(jaxpr).eqns:
         if "dimension_numbers" in eqn.params and eqn.primitive.name != "dot_general":
