@@ -14,7 +14,7 @@ from costmodels import AnalyticCostModel, parse_cluster
 from planner.cost.rates import Rates
 from planner.graph.trace import trace
 from planner.space.groups import build_groups
-from planner.step.analysis import Analysis, analyse
+from planner.step.analysis import Analysis, analyse, ideal_s
 from planner.step.kernels.absorbed import absorbing
 from planner.step.kernels.costs import Work
 from planner.step.kernels.operands import with_sent_bytes
@@ -311,3 +311,71 @@ def test_rows_that_only_products_read_are_sent_as_bfloat16(also: bool) -> None:
         if a.value == table
     ]
     assert halved and all(h is not also for h in halved)
+
+
+def local(work: Work, pieces: int) -> tuple[float, float]:
+    """Bytes that a device moves and stores with everything in so many pieces."""
+    moved, stored = work.local_bytes(lambda _: np.full(1, float(pieces)))
+    return float(moved[0]), float(stored[0])
+
+
+def test_a_product_of_small_arrays_reads_and_writes_fast_memory() -> None:
+    """The result has 67 MB; a quarter of the fast memory of a v5e is 30 MB."""
+    (work,) = works(lambda x, w: x @ w, shape(8192, 256), shape(256, 4096))["matmul"]
+    operands = 2 * (8192 * 256 + 256 * 4096)
+    whole = 2 * 8192 * 4096, work.result_bytes
+    assert work.nbytes == operands + whole[0]
+    assert local(work, 1) == whole  # operands are small, the result is not
+    assert local(work, 2) == (whole[0] / 2, whole[1] / 2)
+    assert local(work, 4) == (0.0, 0.25 * whole[1] / 4)
+    (gpu,) = works(
+        lambda x, w: x @ w, shape(64, 64), shape(64, 64), device=parse_cluster("h100:1").device
+    )["matmul"]
+    assert local(gpu, 1)[0] == gpu.nbytes
+
+
+def test_runs_of_a_loop_have_small_arrays_each() -> None:
+    def step(x: jax.Array, ws: jax.Array) -> Any:
+        return jax.lax.scan(lambda h, w: (h @ w, None), x, ws)[0]
+
+    (work,) = works(step, shape(1024, 1024), shape(64, 1024, 1024))["matmul"]
+    assert work.nbytes > 3 * V5E.fast_memory_bytes and local(work, 1)[0] == 0.0
+
+
+@pytest.mark.parametrize(("rows", "fits"), [(2048, True), (131072, False)])
+def test_compiled_times_of_products(rows: int, fits: bool) -> None:
+    """[2048, 1152] x [1152, 2304] takes 14.3 to 17.3 us on a v6e inside of a step (libtpu 0.0.42);
+    64 times the rows do not fit: they take more than 64 times as long."""
+    cluster = parse_cluster("v6e:1")
+    model = AnalyticCostModel(cluster)
+
+    def seconds(rows: int) -> float:
+        args = shape(rows, 1152), shape(1152, 2304)
+        (work,) = works(lambda x, w: x @ w, *args, device=cluster.device)["matmul"]
+        whole = np.full((1, 1), -1)
+        return float(Rates.of([(1,)], model).compute_s(work, whole)[0, 0])
+
+    if fits:
+        assert 0.85 * 14.3e-6 < seconds(rows) < 17.3e-6
+    else:
+        assert seconds(rows) > 1.2 * rows / 2048 * seconds(2048)
+
+
+@pytest.mark.parametrize("rows", [256, 2048, 8192, 65536])
+def test_no_strategy_beats_the_perfect_split(rows: int) -> None:
+    cluster = parse_cluster("v5e:2x2")
+    model = AnalyticCostModel(cluster)
+
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        return w - 0.1 * jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+
+    found = analysed(step, shape(512, 4096), shape(rows, 512))
+    rates = Rates.of([(4,)], model)
+    least = 0.0
+    for group, facts in zip(found.groups.groups, found.facts, strict=True):
+        assign = np.arange(-1, len(group.sizes))[:, None]
+        seconds = np.zeros(len(assign))
+        for work in facts.work:
+            seconds = seconds + rates.compute_s(work, assign)[0]
+        least += float(seconds.min())
+    assert ideal_s(found, model, 4) <= least * (1 + 1e-9)

@@ -450,6 +450,19 @@ def test_weights_that_a_statistic_and_the_loss_read_are_refused() -> None:
         microbatched(train(weights_of_both), args, 2, statistics=OWN)
 
 
+def masked_covariance(p: Any, b: Any) -> Any:
+    h, n = jnp.tanh(b["x"] @ p["a"]), b["mask"].sum()
+    mean = (h * b["mask"][:, None]).sum(0) / n
+    return ((h - mean) * b["z"]).mean(), {}
+
+
+def test_a_cotangent_that_meets_a_sum_of_the_batch_is_refused() -> None:
+    """Whether the loss divides by it, or the statistic, can't be seen."""
+    args = (started(masked_covariance), examples())
+    with pytest.raises(NotExactError, match=r"in the gradient of a statistic reads a sum"):
+        microbatched(train(masked_covariance), args, 2, statistics=OWN)
+
+
 def stepped(loss: Callable[..., Any]) -> Callable[..., Any]:
     """One step of gradient descent on a loss."""
 
