@@ -170,9 +170,11 @@ def _votes(plan: Extraction, inner: Mapping[int, int]) -> list[dict[str, float]]
 
 def _batch(graph: Graph) -> tuple[int, ...]:
     """The inputs that are new in every step, or the rows that a step samples. In a step without
-    state, or one whose results all look like state, the left operands of products."""
+    state, or one that trains nothing and whose results all look like state, the left operands of
+    products."""
     fed = fed_inputs(graph)
-    if fed and len(graph.state) < len(graph.outputs):
+    trains = any(graph.values[v].role is Role.PARAMETER for v in graph.state)
+    if fed and (trains or len(graph.state) < len(graph.outputs)):
         return fed
     if not fed and (rows := batch_of(graph)) and all(graph.values[v].carried for v in rows):
         return rows

@@ -244,3 +244,23 @@ def test_an_axis_along_which_nothing_is_split_is_found():
     found = plan_step(step, *args, cluster="h100:8x4", mesh="data=32").extraction
     assert idle_axes(found.priced, found.choice) == ()
     assert devices_worth(found.priced, found.choice) == pytest.approx(32, rel=0.01)
+
+
+@pytest.mark.parametrize("mode", ["fsdp", "dp"])
+def test_a_step_that_returns_its_state_alone_has_a_batch(mode):
+    """As a Flax NNX step does that adds its loss to a metric and returns nothing."""
+
+    def step(state, tokens):
+        def loss(p):
+            x = jax.vmap(lambda x: p["w"] @ x)(p["table"][tokens])  # the weights come first
+            return jnp.mean(jax.vmap(lambda x: p["out"] @ jnp.tanh(x))(x) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(state["p"])
+        new = jax.tree.map(lambda w, g: w - 0.1 * g, state["p"], grads)
+        return {"p": new, "total": state["total"] + value}
+
+    params = {"table": of(4096, 512), "w": of(2048, 128), "out": of(512, 2048)}
+    args = {"p": params, "total": of()}, of(64, 128, dtype=jnp.int32)
+    plan = make_plan(step, *args, cluster="h100:8", mode=mode)
+    assert plan.strategy.endswith("over 8; batch split 8 ways")
+    assert {leaf.path: leaf.spec.axes for leaf in plan.inputs}["[1]"]
