@@ -203,7 +203,9 @@ def analyse(
     parts: list[tuple[Work, ...]] = [()] * len(graph.ops)
     for op in graph.ops:
         entry = groups.op_layouts[op.index]
-        if entry is None or not live[op.index] or does_nothing(op):
+        if entry is None or not live[op.index]:
+            continue
+        if does_nothing(op) and not (op.kind == "loop_ys" and workload.moved):
             continue
         if graph.changes_memory(op):
             continue  # priced as a copy over the host link

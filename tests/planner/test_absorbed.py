@@ -342,6 +342,37 @@ def test_runs_of_a_loop_have_small_arrays_each() -> None:
     assert work.nbytes > 3 * V5E.fast_memory_bytes and local(work, 1)[0] == 0.0
 
 
+def stacked(body: Callable[..., Any], *args: Any) -> tuple[float, float]:
+    """Bytes that the products and the other kernels of a scan of 8 bodies over bfloat16 [4096,
+    4096] arrays move."""
+    found = works(lambda x, ws: jax.lax.scan(body, x, ws), shape(4096, 4096), *args)
+    return tuple(sum(w.nbytes for w in found.get(k, [])) for k in ("matmul", "vector"))  # type: ignore[return-value]
+
+
+def test_a_product_writes_its_result_to_the_stack_of_a_loop() -> None:
+    one, ws = 4096 * 4096 * 2, shape(8, 4096, 4096)
+    plain, _ = stacked(lambda h, w: (h @ w, None), ws)
+    both, others = stacked(lambda h, w: ((y := h @ w), y), ws)
+    assert (plain, both, others) == (8 * 3 * one, 8 * 4 * one, 0.0)
+
+
+def test_what_a_loop_stacks_is_computed_again_for_the_stack() -> None:
+    """As compiled for v5p (libtpu 0.0.42): the numerators of a softmax are no array of the loop's
+    body, and a kernel reads the scores and writes the numerators to the stack."""
+
+    def body(h: jax.Array, w: jax.Array, keep: bool) -> Any:
+        scores = h @ w
+        numerators = jnp.exp(scores - scores.max(-1, keepdims=True))
+        return numerators @ w, numerators if keep else None
+
+    one, ws = 4096 * 4096 * 2, shape(8, 4096, 4096)
+    plain, before = stacked(lambda h, w: body(h, w, False), ws)
+    kept, after = stacked(lambda h, w: body(h, w, True), ws)
+    read, write, lanes = one, one, 2 * one
+    assert kept == plain
+    assert after - before == pytest.approx(8 * (read + write + lanes), rel=1e-3)
+
+
 @pytest.mark.parametrize(("rows", "fits"), [(2048, True), (131072, False)])
 def test_compiled_times_of_products(rows: int, fits: bool) -> None:
     """[2048, 1152] x [1152, 2304] takes 14.3 to 17.3 us on a v6e inside of a step (libtpu 0.0.42);

@@ -82,7 +82,9 @@ def _behind(graph: Graph, fusable: Sequence[bool], live: Sequence[bool]) -> list
         if product >= 0 and _leaves_image(graph, op, graph.ops[product]):
             product = -1
         reduces = op.kind.startswith(("reduce_", "arg"))
-        if op.kind in PRODUCTS:
+        if op.kind == "loop_ys" and op.phase is Phase.FORWARD and inputs:
+            home[op.index], product = maker[inputs[0]], -1
+        elif op.kind in PRODUCTS:
             level, product = level + 1, op.index if _absorbs(op) else -1
         elif reduces or op.kind in FOLDED or _elementwise(op, fusable):
             if product >= 0 and op.phase is not Phase.UPDATE:
@@ -166,6 +168,8 @@ def product_kernels(
             stays = written_values.kept[result] and result not in handed
             behind[op.index] = {result: written_values.nbytes[result]} if stays else {}
             writes[op.index] = {result} if stays else set()
+        elif op.kind == "loop_ys" and home[op.index] in behind:
+            behind[home[op.index]][op.outputs[0]] = graph.values[op.inputs[0]].nbytes  # one slice
         elif home[op.index] in behind:
             inside = behind[home[op.index]]
             writes[home[op.index]].update(

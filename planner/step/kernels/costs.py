@@ -205,7 +205,7 @@ class Workload:
             nbytes = 2.0 * values[op.inputs[1]].nbytes
         if self.moved:
             nbytes = self.moved[op.index]
-        flops *= self.seen_share[op.index]
+        flops *= 0.0 if op.kind == "loop_ys" else self.seen_share[op.index]
         if self.moved and not (nbytes or flops):
             return None
         flops = 0.0 if inside >= 0 else weight * flops

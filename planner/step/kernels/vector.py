@@ -81,6 +81,8 @@ class _Vector:
         ):
             return 0.0
         writes = [o for o in op.outputs if written_values.kept[o]]
+        if op.kind == "loop_ys":
+            return self.stacked(op)
         if op.fused:  # the hand-written kernel writes it without padding
             return float(sum(written_values.nbytes[o] for o in writes))
         reduces = op.kind.startswith(("reduce_", "arg"))
@@ -96,6 +98,19 @@ class _Vector:
             self.seen.update([(group, op.phase, o) for o in writes])
         passed = self.passed(op, writes, reduces) if read and op.kind != "pad" else 0.0
         return (written + read + passed) * (SCANS if op.kind in CUMULATIVE else 1.0)
+
+    def stacked(self, op: Op) -> float:
+        """The bytes of a stack that a loop writes. A kernel that writes a slice to memory writes it
+        to the stack, too; each other slice has a kernel, which computes it."""
+        (inside,), (stack,) = op.inputs, op.outputs
+        if inside == SCALAR:
+            return 0.0
+        written = self.tiled(stack, self.found.nbytes[stack])
+        if self.found.kept[self.found.base[inside]]:
+            return written
+        read = sum(self.tiled(s, nbytes) for s, nbytes in self.found.sources[inside].items())
+        trips = self.graph.values[stack].nbytes / self.graph.values[inside].nbytes
+        return written + trips * read + self.passed(op, [stack], reduces=False)
 
     def read(self, op: Op, group: int, reduces: bool) -> float:
         """Bytes of the arrays that the operation's kernel has not read before."""
