@@ -112,10 +112,12 @@ def _cheaper(a: Solution, b: Solution) -> Solution:
 
 
 def free_bounds(quotient: Quotient, pins: Sequence[Pin], request: Request) -> dict[MeshSpec, float]:
-    """Lower bounds without a memory limit on the cost of meshes that an estimate starts with."""
+    """Lower bounds without a memory limit on the cost of meshes that an estimate starts with, for
+    the step under any rematerialization."""
     meshes = candidate_meshes(request, pins)
     if request.spreads or not quotient.part.groups.groups:
         return {}
     allowed = allowed_meshes(quotient, pins, request, meshes)
-    field = Field(quotient.part, request.model, allowed, 0.0, SAME, 0.0)
+    part = quotient.part.without_stacks()
+    field = Field(part, request.model, allowed, 0.0, SAME, 0.0)
     return {s.priced.mesh: s.bound_s for s in scouted(field, FIRST)}

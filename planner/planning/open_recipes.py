@@ -143,8 +143,8 @@ def searched(wish: Wish, door: Door) -> Planned:
     tried = _tried_text(len(seen), total, counts, device_policies, away)
     if best is not None and 0.0 < seen[best].cost_s <= CLOSE * least_s:
         percent = 100 * (seen[best].cost_s / least_s - 1)
-        faster = f"at most {percent:.2g} % faster" if percent > 0 else "no faster"
-        tried += f"; not more, as the step as written is {faster} on devices with unlimited memory"
+        faster = f"more than {percent:.2g} % faster" if percent > 0 else "faster"
+        tried += f"; not more, as none can be {faster}, even with unlimited memory"
     if why:
         tried += f"; no microbatches: {why}"
     if wish.always and _plain_is_as_good(recipe, best, seen, look):

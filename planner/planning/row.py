@@ -146,13 +146,13 @@ class Row:
 
     @functools.cached_property
     def squeeze(self) -> float:
-        """Ratio of the best plan's cost to the lower bound with unlimited memory. 1 if the plan
+        """Ratio of the best plan's cost to the lower bound of ``free_bounds``. 1 if the plan
         uses little memory, does not fit, or only completes what is given."""
         best = choose(self.searched[0])[1]
         little = best.peak_bytes < MUCH * self.request.limit_bytes
         if little or self.request.spreads or not best.feasible:
             return 1.0
-        known = self.led.bounds_s
+        known = {} if self.step.quotient.part.stacks else self.led.bounds_s
         bounds = {mesh: s for mesh, s in known.items() if mesh.num_axes in FIRST} or free_bounds(
             self.step.quotient, self.step.pins, self.request
         )

@@ -142,6 +142,21 @@ class Analysis:
     parts: tuple[tuple[Work, ...], ...] = ()
     """Per operation of the step, its part of its group's work."""
 
+    @property
+    def stacks(self) -> bool:
+        """Whether some work is that of loops that write stacks."""
+        return any(w.stacks for facts in self.facts for w in facts.work)
+
+    def without_stacks(self) -> Analysis:
+        """The same, as if stacks took no time: no rematerialization of the step takes less."""
+        if not self.stacks:
+            return self
+        facts = tuple(
+            dataclasses.replace(x, work=tuple(w for w in x.work if not w.stacks))
+            for x in self.facts
+        )
+        return dataclasses.replace(self, facts=facts)
+
 
 def empty_workload(
     graph: Graph, rules: Sequence[FactorRule], groups: Groups, device: Device | None

@@ -168,6 +168,23 @@ def test_requests_that_cannot_be_met() -> None:
         padded(lambda p: jax.tree.map(jnp.tanh, p), (state(),), 8)
 
 
+def test_data_parallel_pads_where_it_can_split_nothing_else() -> None:
+    """Splitting the weights instead is predicted to be faster here, but is not data parallel."""
+
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        return w - 0.1 * jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+
+    args = (
+        jax.ShapeDtypeStruct((4096, 4096), jnp.float32),
+        jax.ShapeDtypeStruct((1001, 4096), jnp.float32),
+    )
+    plain = make_plan(step, *args, cluster="h100:8", mode="dp")
+    filled = make_plan(step, *args, cluster="h100:8", mode="dp", pad_batch="auto")
+    assert plain.prediction.step_s < filled.prediction.step_s
+    assert filled.pad_batch == 1008 and "activations split 8 ways" in str(filled)
+    assert any("batch padded to 1008" in note for note in filled.notes)
+
+
 def test_a_size_in_the_step_is_told_with_its_line() -> None:
     def step(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         value, g = jax.value_and_grad(lambda w: jnp.mean(x @ w - jnp.ones(12)))(w)

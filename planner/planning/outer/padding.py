@@ -18,7 +18,8 @@ EXCLUSIVE = frozenset({"pad_batch", "microbatches", "replicas", "stages"})
 
 def with_padding(planned: Planned, wish: Wish, door: Door) -> Planned:
     """The plan, or the plan of the step padded to the next multiple of the number of devices, if
-    that is predicted to be faster. A note in the plan records the outcome."""
+    that is predicted to be faster or the mode is to split the batch. A note in the plan records the
+    outcome."""
     plan, devices = planned.plan, planned.request.cluster.num_devices
     try:
         examples = batch_size(door.row_of(wish.recipe).traced)
@@ -39,7 +40,8 @@ def with_padding(planned: Planned, wish: Wish, door: Door) -> Planned:
     except RequestError as error:
         return _noted(planned, f"batch not padded: {error}", door)
     steps = [time_text(x.plan.prediction.step_s) for x in (padded_plan, planned)]
-    if padded_plan.plan.prediction.step_s * WORTH >= plan.prediction.step_s:
+    demanded = planned.request.mode == "DATA_PARALLEL"
+    if not demanded and padded_plan.plan.prediction.step_s * WORTH >= plan.prediction.step_s:
         why = f"{steps[0]} predicted instead of {steps[1]}"
         return _noted(planned, f"batch not padded to {rows}: {why}", door)
     return _noted(

@@ -168,9 +168,7 @@ def product_kernels(
             stays = written_values.kept[result] and result not in handed
             behind[op.index] = {result: written_values.nbytes[result]} if stays else {}
             writes[op.index] = {result} if stays else set()
-        elif op.kind == "loop_ys" and home[op.index] in behind:
-            behind[home[op.index]][op.outputs[0]] = graph.values[op.inputs[0]].nbytes  # one slice
-        elif home[op.index] in behind:
+        elif home[op.index] in behind and op.kind != "loop_ys":
             inside = behind[home[op.index]]
             writes[home[op.index]].update(
                 o

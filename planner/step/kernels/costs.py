@@ -61,7 +61,8 @@ class Work:
     ``result_bytes`` (of a product). Counts are for the whole step: multiplied by the weight.
     ``most`` is, per class, the maximum number of pieces into which cutting it saves time; empty: no
     maximum. ``near_bytes``: arrays with at most this local traffic over the step are read and
-    written in fast memory (for a product; 0: none).
+    written in fast memory (for a product; 0: none). ``stacks``: a loop writes a stack, which only
+    its backward pass may need.
     """
 
     classes: tuple[frozenset[int], ...]
@@ -74,6 +75,7 @@ class Work:
     result: tuple[int, ...] = ()
     most: tuple[float, ...] = ()
     near_bytes: float = 0.0
+    stacks: bool = False
 
     @property
     def one_part(self) -> bool:
@@ -135,7 +137,7 @@ class Workload:
         if part is None:
             return ()
         group, work = part
-        if op.kind in PRODUCTS or op.kernel in KERNELS or work.most:
+        if op.kind in PRODUCTS or op.kernel in KERNELS or work.most or work.stacks:
             self.products[group].append(work)
             return work, *self.spread(op, group)
         total = self.sums[group].setdefault((work.classes[0], work.dtype), [0.0, 0.0, 0.0])
@@ -218,7 +220,8 @@ class Workload:
             classes, most = (factors - {row[0]}, frozenset({row[0]})), (math.inf, row[1])
             moved = ((weight * nbytes, (0, 1)),)
             return group, Work(classes, flops, moved, dtype, "vector", kernels, most=most)
-        return group, Work((factors,), flops, traffic, dtype, "vector", kernels)
+        stacks = op.kind == "loop_ys"
+        return group, Work((factors,), flops, traffic, dtype, "vector", kernels, stacks=stacks)
 
     def spread(self, op: Op, group: int) -> tuple[Work, ...]:
         """The extra cost of tables with few columns: XLA:TPU lays out their rows 128 lanes wide to
