@@ -13,6 +13,7 @@ import pytest
 from costmodels import AnalyticCostModel, parse_cluster
 from planner.cost.rates import Rates
 from planner.graph.trace import trace
+from planner.recipes import Recipe, rewritten
 from planner.space.groups import build_groups
 from planner.step.analysis import Analysis, analyse, ideal_s
 from planner.step.kernels.absorbed import absorbing
@@ -371,6 +372,29 @@ def test_what_a_loop_stacks_is_computed_again_for_the_stack() -> None:
     read, write, lanes = one, one, 2 * one
     assert kept == plain
     assert after - before == pytest.approx(8 * (read + write + lanes), rel=1e-3)
+
+
+def test_bounds_on_rematerializations_take_stacks_as_free() -> None:
+    """A step that stores the attention of its layers takes longer than one that recomputes it, so
+    its time is no bound on the time of the other."""
+
+    def layer(x: jax.Array, w: jax.Array) -> Any:
+        q = x @ w
+        weights = jax.nn.softmax((q @ x.T).astype(jnp.float32)).astype(x.dtype)
+        return x + weights @ q, None
+
+    def step(ws: jax.Array, x: jax.Array) -> jax.Array:
+        def loss(ws: jax.Array) -> jax.Array:
+            return jnp.sum(jax.lax.scan(layer, x, ws)[0].astype(jnp.float32) ** 2)
+
+        return ws - 0.1 * jax.grad(loss)(ws)
+
+    args = shape(4, 64, 64), shape(8192, 64)
+    stored = analysed(step, *args)
+    recomputed = analysed(rewritten(step, args, Recipe(remat="full")), *args)
+    model = AnalyticCostModel(parse_cluster("v5e:1"))
+    assert stored.stacks and ideal_s(stored, model, 1) > ideal_s(recomputed, model, 1)
+    assert ideal_s(stored.without_stacks(), model, 1) <= ideal_s(recomputed, model, 1)
 
 
 @pytest.mark.parametrize(("rows", "fits"), [(2048, True), (131072, False)])
