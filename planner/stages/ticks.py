@@ -94,7 +94,7 @@ class _Run:
 
     # stages
 
-    def lanes(self, task: Task, numbers: Any) -> Callable[..., Any]:
+    def lanes(self, task: Task) -> Callable[..., Any]:
         """The task of all stages at once: a function of (microbatches, carries, residuals), each
         [stages, ...]."""
         stacks = list(task.stacks)
@@ -140,7 +140,7 @@ class _Run:
 
     def results(self) -> list[Any]:
         count, parts = self.count, self.parts
-        forward, backward = self.lanes(self.ahead, "F"), self.lanes(self.back, "B")
+        forward, backward = self.lanes(self.ahead), self.lanes(self.back)
         residuals = self.back.residuals
         first = [c for _, _, c in self.ahead.carries]
 
@@ -241,16 +241,13 @@ class _Run:
         zero = jnp.zeros((), jnp.int32)
         count = self.count
 
-        def lanes(task: Task, run: Any, ins: Sequence[Any], left: Any) -> Any:
+        def lanes(run: Any, ins: Sequence[Any], left: Any) -> Any:
             grown = [jax.ShapeDtypeStruct((count, *x.shape), x.dtype) for x in ins]
             return jax.eval_shape(lambda a, b: run(self.stage, a, b), grown, left)
 
-        def struct(x: Any) -> Any:
-            return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
-
         first = [c for _, _, c in self.ahead.carries]
         begun = jax.eval_shape(lambda i: self.rest([], first, {}, i), zero)
-        ahead = lanes(self.ahead, forward, begun, {})
+        ahead = lanes(forward, begun, {})
         inputs = dict(zip((r for r, _, _ in self.ahead.carries), begun, strict=True))
         left = {}
         for v in self.back.residuals:
@@ -265,7 +262,7 @@ class _Run:
         }
         middle = self.pipeline.rest.middle
         ends = jax.eval_shape(lambda g, i: self.rest(middle, self.begins, g, i), given, zero)
-        back = lanes(self.back, backward, ends, left)
+        back = lanes(backward, ends, left)
 
         def filled(x: Any) -> Any:
             return by_stage(jnp.zeros(x.shape, x.dtype))

@@ -104,8 +104,9 @@ def polished(whole: ReducedProblem, choice: Sequence[int], deadline: float) -> t
     """Improve a choice by moves over all strategies of a reduction, with memory repair.
 
     If the best choice exceeds the limit, it is repaired under the limits of a fixed ladder below
-    that choice's peak: the rungs that are within this limit. So the rungs of a tighter limit are
-    among those of a looser one, and a choice found under the tighter limit is found there, too.
+    that choice's peak: the first ``MOST`` rungs within this limit. Up to there the rungs of
+    a tighter limit are among those of a looser one, and a choice found under the tighter limit is
+    found there, too.
 
     Args:
         whole: a reduction that keeps memory.
