@@ -144,7 +144,7 @@ def searched(wish: Wish, door: Door) -> Planned:
     if best is not None and 0.0 < seen[best].cost_s <= CLOSE * least_s:
         percent = 100 * (seen[best].cost_s / least_s - 1)
         faster = f"more than {percent:.2g} % faster" if percent > 0 else "faster"
-        tried += f"; not more, as none can be {faster}, even with unlimited memory"
+        tried += f"; not more, as none is expected to be {faster}, even with unlimited memory"
     if why:
         tried += f"; no microbatches: {why}"
     if wish.always and _plain_is_as_good(recipe, best, seen, look):
@@ -199,7 +199,9 @@ def _cause(first: Row, tight: bool) -> str:
     """Why recipes were compared without a request."""
     if not tight:
         return "the step does not fit as written"
-    return f"for lack of memory the step as written takes up to {first.squeeze:.2g} times as long"
+    stacks = first.step.quotient.part.stacks
+    why = "of memory, or for what its loops store," if stacks else "of memory"
+    return f"for lack {why} the step as written takes up to {first.squeeze:.2g} times as long"
 
 
 def _tried_text(

@@ -61,8 +61,8 @@ class Work:
     ``result_bytes`` (of a product). Counts are for the whole step: multiplied by the weight.
     ``most`` is, per class, the maximum number of pieces into which cutting it saves time; empty: no
     maximum. ``near_bytes``: arrays with at most this local traffic over the step are read and
-    written in fast memory (for a product; 0: none). ``stacks``: a loop writes a stack, which only
-    its backward pass may need.
+    written in fast memory (for a product; 0: none). ``stacks``: a loop writes a stack, which
+    rematerialization may make needless.
     """
 
     classes: tuple[frozenset[int], ...]

@@ -109,8 +109,8 @@ class _Vector:
         if self.found.kept[self.found.base[inside]]:
             return written
         read = sum(self.tiled(s, nbytes) for s, nbytes in self.found.sources[inside].items())
-        trips = self.graph.values[stack].nbytes / self.graph.values[inside].nbytes
-        return written + trips * read + self.passed(op, [stack], reduces=False)
+        read *= self.graph.values[stack].shape[0]
+        return written + read + self.passed(op, [stack], reduces=False)
 
     def read(self, op: Op, group: int, reduces: bool) -> float:
         """Bytes of the arrays that the operation's kernel has not read before."""
