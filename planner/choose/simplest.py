@@ -81,6 +81,10 @@ def devices_worth(priced: Priced, choice: Sequence[int]) -> float:
     return whole / local if local else float(priced.mesh.num_devices)
 
 
+PADDING = "(pad_batch='auto' may help)"
+"""Advice in the text on idle devices."""
+
+
 def idle_text(
     graph: Graph, devices: int, worth: float, examples: Mapping[int, int] = MappingProxyType({})
 ) -> str:
@@ -93,7 +97,7 @@ def idle_text(
     leading = {graph.values[v].shape[examples.get(v, 0)] for v in fed_inputs(graph)}
     if len(leading) == 1 and (batch := leading.pop()) % devices:
         return (
-            f"{text}; batch {batch} does not divide by {devices} (pad_batch='auto' may help), and "
+            f"{text}; batch {batch} does not divide by {devices} {PADDING}, and "
             "the search has no faster split"
         )
     return f"{text}; the search has no faster split"

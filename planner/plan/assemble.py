@@ -211,6 +211,8 @@ OVER = "as it runs the plan takes"
 """Text in the note of a plan that exceeds its memory."""
 NOT_SPLIT = "not split over"
 """Text in the note on a batch that a mode could not split."""
+PADS = ", or pad_batch='auto' fills them up"
+"""Advice at the end of that note."""
 
 
 def _whole_batch_notes(quotient: Quotient, request: Request, mesh: MeshSpec) -> tuple[str, ...]:
@@ -239,7 +241,7 @@ def _whole_batch_notes(quotient: Quotient, request: Request, mesh: MeshSpec) -> 
     return (
         f"mode {request.mode}: {what} of {name} {verb} {NOT_SPLIT} "
         f"{parts} devices ({', '.join(axes)}), which do not divide them{more}; "
-        f"{' or '.join(map(str, near))} examples would be, or pad_batch='auto' fills them up",
+        f"{' or '.join(map(str, near))} examples would be{PADS}",
     )
 
 

@@ -37,7 +37,9 @@ from planner.spec import MeshSpec
 MOST_PARTS = 64
 """Most microbatches that are tried."""
 MOST_PLANNED = 2
-"""Most recipes that are planned in full."""
+"""Most recipes whose quick search is followed by a better one."""
+MOST_LONGER = 1
+"""Most recipes that are planned in full besides the best."""
 MOST_OPEN = 2
 """Most further recipes that are planned because their lower bounds allow a faster plan."""
 NEAR = 1.01
@@ -282,7 +284,7 @@ def best_planned(seen: Mapping[Recipe, Outcome[Row | None]], begun: float, tried
     """The fastest plan of the recipes that fit according to a quick search. The most promising
     recipe is searched first; then others if the quick search found something faster for them (up to
     ``NEAR``), or if their lower bounds allow a much faster plan: if memory is tight, quick searches
-    may be far off. The longest search runs only for the best recipe. Among recipes that differ by
+    may be far off. The longest search runs for the best recipe, and for one more if memory is tight. Among recipes that differ by
     at most ``CLOSE``, those that fill the memory come last: predictions are not that exact."""
     rows = [(o.found, o) for o in seen.values() if o.found is not None and o.cost_s < math.inf]
     least_s = min((look.cost_s for _, look in rows), default=math.inf)
@@ -307,8 +309,30 @@ def best_planned(seen: Mapping[Recipe, Outcome[Row | None]], begun: float, tried
             near.insert(0, row)
     for row in near:
         with contextlib.suppress(MemoryLimitError):
-            return row.planned(begun, tried)
+            return _or_longer(row.planned(begun, tried), row, rows, begun)
     return rows[0][0].planned(begun, tried)
+
+
+def _or_longer(
+    planned: Planned, row: Row, rows: Sequence[tuple[Row, Outcome[Row | None]]], begun: float
+) -> Planned:
+    """The plan, or a faster one under a recipe that a quick search found slower by less than
+    ``SQUEEZED`` and whose lower bound is as much below the plan: if memory is tight, only the
+    longest search may find how to use it."""
+    known_s = planned.plan.search.cost_s
+    some = (
+        (look.bound_s, other)
+        for other, look in rows
+        if other is not row
+        and look.cost_s < SQUEEZED * known_s
+        and look.bound_s * SQUEEZED < known_s
+    )
+    for _, other in sorted(some, key=lambda one: one[0])[:MOST_LONGER]:
+        with contextlib.suppress(MemoryLimitError):
+            longer = other.planned(begun)
+            if longer.plan.search.cost_s * WORTH < known_s:
+                planned, known_s = longer, longer.plan.search.cost_s
+    return planned
 
 
 def _policies(wish: Wish, traced: Traced, chunks: int, *, on_host: bool = False) -> tuple[str, ...]:

@@ -152,6 +152,15 @@ def test_statistics_of_the_batch_are_refused() -> None:
     with pytest.raises(NotExactError, match=r"can't be padded: test_padding.py:\d+: .*summed"):
         padded(step, (state(), tokens()), MORE)
 
+    advice = make_plan(step, state(), tokens(), cluster="cpu:8", mode="DATA_PARALLEL")
+    assert advice.idle and "pad_batch='auto'" in advice.idle + "".join(advice.notes)
+    asked = make_plan(
+        step, state(), tokens(), cluster="cpu:8", mode="DATA_PARALLEL", pad_batch="auto"
+    )
+    texts = (asked.idle, *asked.notes)
+    assert not any("pad_batch='auto'" in text for text in texts)
+    assert any("batch not padded" in text and "test_padding.py" in text for text in texts[1:])
+
 
 @pytest.mark.long
 def test_requests_that_cannot_be_met() -> None:

@@ -157,7 +157,9 @@ def test_what_waits_on_the_host_is_chosen_where_it_is_faster(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A scanned decoder that memory slows down: with room on the host its output of attention
-    waits there, without, more microbatches and collectives take longer."""
+    waits there, without, more microbatches and collectives take longer. With less memory the
+    plans that a quick search finds wait on the host, and a longer search finds a faster one that
+    does not: room on the host must not hide it."""
     monkeypatch.syspath_prepend(Path(__file__).resolve().parents[2] / "examples")
     import llama
 
@@ -165,13 +167,16 @@ def test_what_waits_on_the_host_is_chosen_where_it_is_faster(
     config = dataclasses.replace(llama.SIZES["1b"], **sizes, heads=16, kv_heads=8)
     make_state, step, batch = llama.build(config)
     args = jax.eval_shape(make_state), batch
-    tight: dict[str, Any] = {"cluster": "v6e:2x4", "donate_argnums": 0, "memory": "0.7GB"}
-    plan = make_plan(step, *args, **tight)
+    asked: dict[str, Any] = {"cluster": "v6e:2x4", "donate_argnums": 0}
+    plan = make_plan(step, *args, **asked, memory="0.8GB")
     assert plan.remat.startswith("offload:") and plan.chunks > 1
-    assert plan.prediction.host_bytes > 0 and plan.prediction.peak_bytes <= 0.7e9
-    other = make_plan(step, *args, **tight, host_memory="1MB")
+    assert plan.prediction.host_bytes > 0 and plan.prediction.peak_bytes <= 0.8e9
+    other = make_plan(step, *args, **asked, memory="0.8GB", host_memory="1MB")
     assert not other.remat.startswith("offload") and other.prediction.host_bytes == 0
-    assert plan.prediction.step_s < 0.95 * other.prediction.step_s
+    assert plan.prediction.step_s < 0.98 * other.prediction.step_s
+    tight = make_plan(step, *args, **asked, memory="0.7GB")
+    without = make_plan(step, *args, **asked, memory="0.7GB", host_memory="1MB")
+    assert tight.prediction.step_s < 1.01 * without.prediction.step_s
 
 
 def slower_twice_in_a_row(
