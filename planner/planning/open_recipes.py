@@ -284,8 +284,9 @@ def best_planned(seen: Mapping[Recipe, Outcome[Row | None]], begun: float, tried
     """The fastest plan of the recipes that fit according to a quick search. The most promising
     recipe is searched first; then others if the quick search found something faster for them (up to
     ``NEAR``), or if their lower bounds allow a much faster plan: if memory is tight, quick searches
-    may be far off. The longest search runs for the best recipe, and for one more if memory is tight. Among recipes that differ by
-    at most ``CLOSE``, those that fill the memory come last: predictions are not that exact."""
+    may be far off. The longest search runs for the best recipe, and for one more if memory is
+    tight. Among recipes that differ by at most ``CLOSE``, those that fill the memory come last:
+    predictions are not that exact."""
     rows = [(o.found, o) for o in seen.values() if o.found is not None and o.cost_s < math.inf]
     least_s = min((look.cost_s for _, look in rows), default=math.inf)
     rows.sort(
