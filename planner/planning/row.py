@@ -147,9 +147,11 @@ class Row:
     @functools.cached_property
     def squeeze(self) -> float:
         """Ratio of the best plan's cost to the lower bound of ``free_bounds``. 1 if the plan
-        uses little memory, does not fit, or only completes what is given."""
+        uses little memory and its loops store nothing that costs time, if it does not fit, or only
+        completes what is given."""
         best = choose(self.searched[0])[1]
         little = best.peak_bytes < MUCH * self.request.limit_bytes
+        little = little and not self.step.quotient.part.stacks
         if little or self.request.spreads or not best.feasible:
             return 1.0
         known = {} if self.step.quotient.part.stacks else self.led.bounds_s

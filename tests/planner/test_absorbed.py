@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from costmodels import AnalyticCostModel, parse_cluster
+from planner import make_plan
 from planner.cost.rates import Rates
 from planner.graph.trace import trace
 from planner.recipes import Recipe, rewritten
@@ -374,27 +375,39 @@ def test_what_a_loop_stacks_is_computed_again_for_the_stack() -> None:
     assert after - before == pytest.approx(8 * (read + write + lanes), rel=1e-3)
 
 
-def test_bounds_on_rematerializations_take_stacks_as_free() -> None:
-    """A step that stores the attention of its layers takes longer than one that recomputes it, so
-    its time is no bound on the time of the other."""
+def attends(ws: jax.Array, x: jax.Array) -> jax.Array:
+    """A step of layers with attention, in a loop that stores the attention."""
 
     def layer(x: jax.Array, w: jax.Array) -> Any:
         q = x @ w
         weights = jax.nn.softmax((q @ x.T).astype(jnp.float32)).astype(x.dtype)
         return x + weights @ q, None
 
-    def step(ws: jax.Array, x: jax.Array) -> jax.Array:
-        def loss(ws: jax.Array) -> jax.Array:
-            return jnp.sum(jax.lax.scan(layer, x, ws)[0].astype(jnp.float32) ** 2)
+    def loss(ws: jax.Array) -> jax.Array:
+        return jnp.sum(jax.lax.scan(layer, x, ws)[0].astype(jnp.float32) ** 2)
 
-        return ws - 0.1 * jax.grad(loss)(ws)
+    return ws - 0.1 * jax.grad(loss)(ws)
 
+
+def test_bounds_on_rematerializations_take_stacks_as_free() -> None:
+    """A step that stores the attention of its layers takes longer than one that recomputes it, so
+    its time is no bound on the time of the other."""
     args = shape(4, 64, 64), shape(8192, 64)
-    stored = analysed(step, *args)
-    recomputed = analysed(rewritten(step, args, Recipe(remat="full")), *args)
+    stored = analysed(attends, *args)
+    recomputed = analysed(rewritten(attends, args, Recipe(remat="full")), *args)
     model = AnalyticCostModel(parse_cluster("v5e:1"))
     assert stored.stacks and ideal_s(stored, model, 1) > ideal_s(recomputed, model, 1)
     assert ideal_s(stored.without_stacks(), model, 1) <= ideal_s(recomputed, model, 1)
+
+
+def test_what_loops_store_is_compared_with_recomputing_even_if_memory_is_plenty() -> None:
+    args = shape(4, 64, 64), shape(8192, 64)
+    plan = make_plan(attends, *args, cluster="v5e:1")
+    stored = make_plan(attends, *args, cluster="v5e:1", remat="none", microbatches=1, chunks=1)
+    assert stored.prediction.peak_bytes < 0.4 * stored.prediction.limit_bytes
+    assert plan.remat != "none" and plan.prediction.step_s < 0.98 * stored.prediction.step_s
+    gpu = make_plan(attends, *args, cluster="a100:1")  # stacks are free there
+    assert gpu.remat == "none" and not any("recipes" in note for note in gpu.notes)
 
 
 @pytest.mark.parametrize(("rows", "fits"), [(2048, True), (131072, False)])
