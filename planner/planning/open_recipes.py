@@ -42,6 +42,8 @@ MOST_LONGER = 1
 """Most recipes that are planned in full besides the best."""
 MOST_OPEN = 2
 """Most further recipes that are planned because their lower bounds allow a faster plan."""
+FAR = 1.2
+"""A lower bound that is this factor below a plan leaves hope for a longer search."""
 NEAR = 1.01
 """A quick search within this factor of a plan, or of the time that would replace it, may have
 missed a better plan."""
@@ -310,23 +312,23 @@ def best_planned(seen: Mapping[Recipe, Outcome[Row | None]], begun: float, tried
             near.insert(0, row)
     for row in near:
         with contextlib.suppress(MemoryLimitError):
-            return _or_longer(row.planned(begun, tried), row, rows, begun)
+            failed = [one for one in near if one.near_s == math.inf]
+            others = [one for one in rows if one[0] is not row and one[0] not in failed]
+            return _or_longer(row.planned(begun, tried), others, begun)
     return rows[0][0].planned(begun, tried)
 
 
 def _or_longer(
-    planned: Planned, row: Row, rows: Sequence[tuple[Row, Outcome[Row | None]]], begun: float
+    planned: Planned, others: Sequence[tuple[Row, Outcome[Row | None]]], begun: float
 ) -> Planned:
-    """The plan, or a faster one under a recipe that a quick search found slower by less than
-    ``SQUEEZED`` and whose lower bound is as much below the plan: if memory is tight, only the
-    longest search may find how to use it."""
+    """The plan, or a faster one under another recipe that a quick search found slower by less than
+    ``SQUEEZED``, and whose lower bound is far below: if memory is tight, only the longest search
+    may find how to use it."""
     known_s = planned.plan.search.cost_s
     some = (
         (look.bound_s, other)
-        for other, look in rows
-        if other is not row
-        and look.cost_s < SQUEEZED * known_s
-        and look.bound_s * SQUEEZED < known_s
+        for other, look in others
+        if look.cost_s < SQUEEZED * known_s and look.bound_s * FAR < known_s
     )
     for _, other in sorted(some, key=lambda one: one[0])[:MOST_LONGER]:
         with contextlib.suppress(MemoryLimitError):
