@@ -278,7 +278,7 @@ class Fake:
         self.searched = 1
         return math.inf if self.cost_s is None else self.cost_s
 
-    def planned(self, begun: float, tried: str) -> Any:
+    def planned(self, begun: float, tried: str = "") -> Any:
         self.asked += 1
         self.searched = 1
         if self.cost_s is None:
