@@ -24,7 +24,7 @@ from planner.arguments.outcome import kept_leaves
 from planner.errors import RequestError
 from planner.graph.trace import Traced, abstract, trace
 from planner.plan.compiled.lowering import PLAIN
-from planner.plan.compiled.option_sets import NAMES
+from planner.plan.compiled.option_sets import NAMES, without_defaults
 from planner.plan.plan import Plan
 from planner.recipes import rewritten
 from planner.space.decisions.host_memory import DEVICE
@@ -114,16 +114,18 @@ class CompiledStep:
 
         step.__name__ = step.__qualname__ = name
         results = (out_shardings, [ins[k] for k in back]) if back else out_shardings
-        self.jitted = jax.jit(
+        self._jit = functools.partial(
+            jax.jit,
             step,
             in_shardings=self.in_shardings,
             out_shardings=results,
             donate_argnums=donate_argnums,
-            compiler_options=_options(plan, self.mesh) or None,
         )
+        self._options = _options(plan, self.mesh)
+        self.jitted = self._jit(compiler_options=self._options or None)
         self._inner = (
             self.jitted
-            if not plan.compiler_options
+            if not self._options
             else jax.jit(step, in_shardings=self.in_shardings, out_shardings=results)
         )
         self._program: Any = None
@@ -231,7 +233,7 @@ class CompiledStep:
             if self._spans and not self._compared:
                 self._compare(args)
             args = self.place(*args)
-            program = self._program = self._compiled(args)
+            program = self._program = self.compiled(*args)
             return self._dispatch(program, args), args
         if not self._foreign:
             try:
@@ -247,19 +249,29 @@ class CompiledStep:
 
     def _inside(self, args: Sequence[Any]) -> Any:
         """Run inside a transformation; compiler options apply to a whole program only."""
-        if self._inner is not self.jitted:
+        if without_defaults(tuple(self._options.items())):
             log.warning("compiler_options of the plan are ignored inside jax.jit; pass them there")
         return self._inner(*args)
 
-    def _compiled(self, args: Sequence[Any]) -> Any:
-        """Compile; raises RequestError for a compiler option that the back end refuses."""
+    def compiled(self, *args: Any) -> jax.stages.Compiled:
+        """Compile the step for arguments, or ShapeDtypeStructs of them.
+
+        Raises:
+            RequestError: the back end refuses a compiler option. If a plan has it by default, the
+                step is compiled without it, with a warning.
+        """
         try:
             return self.jitted.lower(*args).compile()
         except jax.errors.JaxRuntimeError as error:
             said = str(error).strip().partition("\n")[0]
-            if self.plan.compiler_options and "option" in said.lower():
+            if not (self._options and "option" in said.lower()):
+                raise
+            given = dict(without_defaults(tuple(self._options.items())))
+            if len(given) == len(self._options) or any(name in said for name in given):
                 raise RequestError(f"compiler_options: {said}; leave it out") from error
-            raise
+            log.warning("%s; compiled without it: the step may take longer than planned", said)
+            self._options, self.jitted = given, self._jit(compiler_options=given or None)
+            return self.jitted.lower(*args).compile()
 
     def _check(self, args: Sequence[Any], error: Exception) -> None:
         """Check that refused arguments only have to be placed; raises if not."""
@@ -295,13 +307,16 @@ class CompiledStep:
 
 
 def _options(plan: Plan, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> dict[str, str]:
-    """The plan's compiler options, without those that a confirmed plan has for TPUs if it runs on
-    other devices."""
+    """The plan's compiler options, without those that a plan has for TPUs by default or since it
+    was confirmed if it runs on other devices."""
     options = dict(plan.compiler_options)
-    if isinstance(mesh, jax.sharding.AbstractMesh) or plan.confirmed is None:
+    if isinstance(mesh, jax.sharding.AbstractMesh):
         return options
     platform = mesh.devices.flat[0].platform
-    away = sorted(NAMES & options.keys()) if platform != "tpu" else []
+    if platform == "tpu":
+        return options
+    options = dict(without_defaults(plan.compiler_options))
+    away = sorted(NAMES & options.keys()) if plan.confirmed is not None else []
     if away:
         log.warning("%s devices have no compiler options %s: left out", platform, ", ".join(away))
     return {name: value for name, value in options.items() if name not in away}

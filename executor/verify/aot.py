@@ -115,7 +115,7 @@ def compile_step(
     step = CompiledStep(traced, plan, donate_argnums=donate_argnums, devices=devices_of(cluster))
     shapes = [compat.as_struct(aval) for aval in traced.jaxpr.in_avals]
     args = jax.tree_util.tree_unflatten(traced.in_tree, shapes)
-    return compile_function(step.jitted, args, cluster)
+    return _read(lambda: step.compiled(*args), cluster)
 
 
 def compile_function(jitted: Any, args: Sequence[Any], cluster: Cluster) -> Compiled:
@@ -124,9 +124,13 @@ def compile_function(jitted: Any, args: Sequence[Any], cluster: Cluster) -> Comp
     Raises:
         RequestError: the compiler refused it; the text has the compiler's message.
     """
+    return _read(lambda: jitted.lower(*args).compile(), cluster)
+
+
+def _read(compile_it: Callable[[], jax.stages.Compiled], cluster: Cluster) -> Compiled:
     with _quiet():
         try:
-            compiled = jitted.lower(*args).compile()
+            compiled = compile_it()
         except jax.errors.JaxRuntimeError as error:
             raise RequestError(
                 f"the compiler for {cluster.text} refused the step: {first_lines(str(error))}"

@@ -36,7 +36,7 @@ from planner.errors import RequestError
 from planner.graph.trace import Traced
 from planner.plan.compiled.confirmed import CompiledRow, Confirmation
 from planner.plan.compiled.lowering import lowerings
-from planner.plan.compiled.option_sets import OPTION_SETS, WHAT
+from planner.plan.compiled.option_sets import OPTION_SETS, WHAT, without_defaults
 from planner.plan.plan import Plan
 from planner.rules.kernels.regions import REGION
 
@@ -128,9 +128,10 @@ def _tuned(best: Tried, cluster: Cluster) -> list[tuple[int, Plan]]:
     """The best candidate with the options of its kind of device, where the user gave none."""
     number, plan, row = best
     options = OPTION_SETS.get(cluster.device.kind)
-    if options is None or plan.compiler_options or row.verdict:
+    if options is None or without_defaults(plan.compiler_options) or row.verdict:
         return []
-    return [(number, dataclasses.replace(plan, compiler_options=options))]
+    both = tuple(sorted((*plan.compiler_options, *options)))
+    return [(number, dataclasses.replace(plan, compiler_options=both))]
 
 
 def _line(error: Exception) -> str:
@@ -169,8 +170,9 @@ def _row(
     if known is not None:
         return known
     how = str(plan.lowering)
-    if plan.compiler_options == OPTION_SETS.get(cluster.device.kind):
-        how += f", {WHAT[plan.compiler_options]}"
+    options = without_defaults(plan.compiler_options)
+    if options == OPTION_SETS.get(cluster.device.kind):
+        how += f", {WHAT[options]}"
     predicted = plan.prediction.step_s
     blank = CompiledRow(str(plan.mesh), how, predicted, 0.0, 0.0, 0.0, 0.0, 0.0, "")
     try:

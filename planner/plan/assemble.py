@@ -18,6 +18,7 @@ from planner.cost.pricing import Priced
 from planner.frontend.inert import inert_notes
 from planner.graph.ir import RAGGED, Graph, Op
 from planner.plan.compiled.lowering import Lowering, default_lowering, on_named_axes
+from planner.plan.compiled.option_sets import with_defaults
 from planner.plan.contents.compute import compute_rows
 from planner.plan.contents.constraints import constraints_of
 from planner.plan.contents.honored import honored
@@ -131,7 +132,11 @@ def _plan(
         op_inputs=tuple(op.inputs for op in graph.ops),
         strategy=strategy_text(priced.mesh.sizes, roles),
         lowering=_lowering(graph, request.cluster),
-        compiler_options=request.compiler_options,
+        compiler_options=with_defaults(
+            request.compiler_options,
+            request.cluster.device.fuses_operands,
+            {op.kind for op in graph.ops},
+        ),
         decisions=extraction.decisions(),
         apart=kept_apart(extraction),
         compute=compute_rows([op.source for op in graph.ops], op_seconds(extraction)),

@@ -8,7 +8,7 @@ from rich.console import Console, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from planner.plan.compiled.option_sets import COUNTED, OFFLOADED
+from planner.plan.compiled.option_sets import COUNTED, OFFLOADED, without_defaults
 from planner.plan.plan import LARGE, Plan
 from planner.report.layout import pairs, plain_text, section, show, text_lines
 from planner.report.sections.recipe import SCHEDULE_TITLE, recipe_lines, schedule_text
@@ -110,7 +110,7 @@ def _whole(plan: Plan) -> list[tuple[str, str]]:
 
 def _hides_only_with_options(plan: Plan) -> bool:
     """Whether collectives that count as overlapped block under the plan's compiler options."""
-    kind, options = plan.cluster.partition(":")[0], plan.compiler_options
+    kind, options = plan.cluster.partition(":")[0], without_defaults(plan.compiler_options)
     confirmed = plan.confirmed is not None and plan.confirmed.chosen is not None
     counted = kind in COUNTED and options != OFFLOADED and not confirmed
     return counted and plan.prediction.overlapped_s > 0

@@ -41,6 +41,16 @@ TPU_RESERVE = 1.10
 """The same ratio in the search for TPU: includes a reserve for what predictions miss."""
 
 
+LARGE = 64e6
+"""Bytes of fast memory."""
+
+
+def stores_softmax(device: Device) -> bool:
+    """Whether a softmax, or its gradient, is written once for several products: as compiled for v5p
+    and tpu7x. v5e and v6e, with more fast memory, mostly compute it in each."""
+    return device.fuses_operands and device.fast_memory_bytes < LARGE
+
+
 @dataclass(frozen=True)
 class Scheduled:
     """The facts, besides the graph and its groups, that determine the buffers of a known plan.
@@ -59,6 +69,11 @@ class Scheduled:
     def fused_operands(self) -> bool:
         """See ``written``."""
         return self.device is not None and self.device.fuses_operands
+
+    @property
+    def stored(self) -> bool:
+        """See ``written``."""
+        return self.device is not None and stores_softmax(self.device)
 
     @property
     def puts_off(self) -> bool:
@@ -104,7 +119,7 @@ class Scheduled:
         live = graph.live_ops()
         late = late and self.puts_off
         written_values = written(
-            graph, groups.fuses, live, self.fused_operands, late, self.normalizes
+            graph, groups.fuses, live, self.fused_operands, late, self.normalizes, self.stored
         )
         return find_buffers(
             graph,
@@ -170,7 +185,8 @@ def empty_workload(
         begins = starts(graph, groups.fuses, is_written, live)
         shares = [1.0] * len(live)
         return Workload(graph, groups, is_written, fused, *begins, shares, device=device)
-    written_values = written(graph, groups.fuses, live, True).without(fused.inside)
+    written_values = written(graph, groups.fuses, live, True, stored=stores_softmax(device))
+    written_values = written_values.without(fused.inside)
     begins = starts(graph, groups.fuses, written_values.kept, live)
     home = absorbing(graph, groups.fuses, written_values.kept, live)
     handed = gradients_in_updates(graph, groups, live, lambda _: False)
@@ -233,7 +249,12 @@ def analyse(
         reductions[group].extend(_reductions(graph, groups, op, ins, outs))
     scheduled = Scheduled(tuple(donated), device, fused.inside, chosen)
     written_values = written(
-        graph, groups.fuses, live, scheduled.fused_operands, normalizes=scheduled.normalizes
+        graph,
+        groups.fuses,
+        live,
+        scheduled.fused_operands,
+        normalizes=scheduled.normalizes,
+        stored=scheduled.stored,
     ).without(fused.inside)
     tile, room = scheduled.tile, scheduled.room
     held = find_buffers(

@@ -175,8 +175,9 @@ def product_kernels(
                 for o in op.outputs
                 if written_values.kept[o] and written_values.base[o] not in handed
             )
-            for v in (*op.inputs, *op.outputs):
-                if v != SCALAR and written_values.kept[v] and written_values.base[v] not in handed:
+            loaded = {s for i in op.inputs if i != SCALAR for s in written_values.sources[i]}
+            for v in (*loaded, *op.outputs):
+                if written_values.kept[v] and written_values.base[v] not in handed:
                     inside[written_values.base[v]] = written_values.nbytes[v]
     lanes = image_lanes(graph, groups.op_layouts, groups.fuses)
     tile = (device.tile_rows, device.tile_lanes)

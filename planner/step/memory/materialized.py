@@ -48,6 +48,9 @@ ENTERED = frozenset({"loop_xs", "loop_const"})
 PASSES = frozenset({"planner_shard", "region_edge", "sharding_constraint", "optimization_barrier"})
 """Operations whose result is their operand: they move no bytes themselves."""
 
+SMALL = 1 / 16
+"""Share of an array's bytes; every reader of it may read as much again to compute what it needs."""
+
 MAX_SOURCES = 24
 """An elementwise result of more arrays than this is written (compilers bound their kernels)."""
 
@@ -99,6 +102,7 @@ def written(
     fused_operands: bool = False,
     late: bool = False,
     normalizes: bool = False,
+    stored: bool = False,
 ) -> Written:
     """Separate values that are written from those that their readers recompute.
 
@@ -109,10 +113,11 @@ def written(
         fused_operands: whether a product computes its elementwise operands itself, as on TPUs.
         late: whether operations that only the update needs come last (``schedule``).
         normalizes: see ``Written``.
+        stored: whether a softmax, or its gradient, is written once for several products.
 
     Complexity: O(operands * MAX_SOURCES).
     """
-    written_values = _Writing(graph, fusable, live, fused_operands, late).run()
+    written_values = _Writing(graph, fusable, live, fused_operands, late, stored).run()
     return dataclasses.replace(written_values, normalizes=True) if normalizes else written_values
 
 
@@ -126,8 +131,10 @@ class _Writing:
         live: Sequence[bool],
         fused_operands: bool,
         late: bool,
+        stored: bool,
     ) -> None:
         self.graph, self.live, self.fused_operands = graph, live, fused_operands
+        self.stored = stored
         self.final = set(graph.outputs)
         narrow = self._narrow() if fused_operands else [False] * len(graph.values)
         self.nbytes = [v.nbytes // (1 + n) for v, n in zip(graph.values, narrow, strict=True)]
@@ -154,6 +161,9 @@ class _Writing:
         self.forced = self._forced(fused_operands)
         self.passed = self._passed(fusable) if fused_operands else set()
         self.readers = self._readers()
+        self.shared = self._shared() if fused_operands else [False] * len(graph.values)
+        self.exponential = [False] * len(graph.values)
+        """Per value, whether kernels that read it compute exponentials of what they read."""
         self.kept = [v.op == -1 for v in graph.values]
         self.reads: list[list[int]] = [[] for _ in graph.values]
         self.base = list(range(len(graph.values)))
@@ -232,9 +242,41 @@ class _Writing:
                 if reader.kind not in FOLDED:
                     end, written = len(chain), value
             if end:
+                remade = all(
+                    (fusable[r] or writes(graph.ops[r]) or graph.ops[r].kind in PRODUCTS)
+                    and not graph.ops[r].kind.startswith(("loop_", "branch_"))
+                    and graph.ops[r].kind not in apart
+                    for r in readers[written]
+                )
+                if remade and written not in self.final:
+                    end, written = self._narrowed([*chain[:end], written])
                 passed.update(chain[:end])
                 self.forced[written] = True
         return passed
+
+    def _narrowed(self, chain: Sequence[int]) -> tuple[int, int]:
+        """The value of a chain that a product's kernel writes, and its place: the last, or the
+        narrower one that it is made from, such as the scores of attention, which every reader
+        converts and masks again."""
+        graph, last = self.graph, len(chain) - 1
+        for place in range(last - 1, -1, -1):
+            value = chain[place]
+            op = graph.ops[graph.values[chain[place + 1]].op]
+            others = sum(self._unspread(i) for i in op.inputs if i not in (SCALAR, value))
+            if others > SMALL * self.nbytes[value]:
+                break
+            if self.nbytes[value] < self.nbytes[chain[last]]:
+                return place, value
+        return last, chain[last]
+
+    def _unspread(self, value: int) -> int:
+        """Bytes of a value, or of the array that it repeats."""
+        while value != SCALAR and (maker := self.graph.values[value].op) >= 0:
+            op = self.graph.ops[maker]
+            if op.kind not in FILLS | VIEWS:
+                break
+            value = op.inputs[0] if op.inputs else SCALAR
+        return 0 if value == SCALAR else self.nbytes[value]
 
     def _narrow(self) -> list[bool]:
         """Float32 results that only products read: written as bfloat16, which products read."""
@@ -262,6 +304,20 @@ class _Writing:
                 if i != SCALAR:
                     count[i] += times
         return count
+
+    def _shared(self) -> list[bool]:
+        """Per value, whether two products or more read it, directly or through views, and nothing
+        else."""
+        products, readers = [0] * len(self.graph.values), [0] * len(self.graph.values)
+        for op in reversed(self.graph.ops):
+            if not self.live[op.index]:
+                continue
+            folded = op.kind in FOLDED and not op.kind.startswith(("loop_", "branch_"))
+            for i in set(op.inputs):
+                if i != SCALAR:
+                    products[i] += products[op.outputs[0]] if folded else op.kind in PRODUCTS
+                    readers[i] += readers[op.outputs[0]] if folded else 1
+        return [n == p > 1 for n, p in zip(readers, products, strict=True)]
 
     def run(self) -> Written:
         for op in self.graph.ops:
@@ -291,6 +347,7 @@ class _Writing:
         if op.kind in VIEWS:
             for i, o in zip(op.inputs, op.outputs, strict=False):
                 self.sources[o] = self.sources[i] if i != SCALAR else {}
+                self.exponential[o] = i != SCALAR and self.exponential[i]
             return
         if op.kind == "optimization_barrier":  # written before, and the same memory after
             for i, o in zip(op.inputs, op.outputs, strict=True):
@@ -310,7 +367,11 @@ class _Writing:
             self.sources[op.outputs[0]] = {}  # operations that need it in memory write it there
             self.kept[op.outputs[0]] = op.outputs[0] in self.final
             return
+        exponential = op.kind == "exp" or any(
+            self.exponential[i] and not self.kept[i] for i in op.inputs if i != SCALAR
+        )
         for o in op.outputs:
+            self.exponential[o] = exponential
             if o in self.passed:
                 self.sources[o] = {} if op.kind in PRODUCTS else sources
             elif write or self.forced[o] or o in self.final or self._worth(o, sources):
@@ -329,7 +390,10 @@ class _Writing:
 
     def _worth(self, value: int, sources: dict[int, int]) -> bool:
         """Whether writing a value once moves fewer bytes than computing it in every reader. The
-        product that makes its source writes a narrowed value, without reading that source."""
+        product that makes its source writes a narrowed value, without reading that source. For
+        ``stored``, see ``written``."""
+        if self.stored and self.exponential[value] and self.shared[value]:
+            return True
         k, nbytes, source_bytes = self.readers[value], self.nbytes[value], sum(sources.values())
         narrowed = nbytes < self.graph.values[value].nbytes
         here = [n for s, n in sources.items() if narrowed and self._multiplied(s, value)]
