@@ -198,7 +198,7 @@ def empty_workload(
         *begins,
         seen_shares(graph, rules, home, fused, device),
         product_kernels(graph, rules, groups, home, written_values, device, handed),
-        vector_bytes(graph, rules, groups, home, written_values, device, handed),
+        vector_bytes(graph, rules, groups, home, written_values, device, handed, begins.depth),
         device,
     )
 

@@ -37,11 +37,13 @@ def vector_bytes(
     written_values: Written,
     device: Device,
     handed: frozenset[int],
+    depth: Sequence[int],
 ) -> list[float]:
     """Per operation, the bytes that one run of its kernel moves, plus those of the pass over its
-    elements. Kernels of a group that read the same array in the same phase are one."""
+    elements. Kernels of a group that read the same array in the same phase are one, if none needs a
+    sum of another (``depth``: see ``Starts``)."""
     laid = _laid_by_products(graph, rules, groups.fuses)
-    return _Vector(graph, groups, written_values, device, handed, laid).run(home)
+    return _Vector(graph, groups, written_values, device, handed, laid, depth).run(home)
 
 
 class _Vector:
@@ -55,13 +57,15 @@ class _Vector:
         device: Device,
         handed: frozenset[int],
         laid: Sequence[bool],
+        depth: Sequence[int],
     ) -> None:
+        self.depth = depth
         self.graph, self.groups, self.found = graph, groups, written_values
         self.device, self.handed, self.laid = device, handed, laid
         self.images = image_lanes(graph, groups.op_layouts, groups.fuses)
         self.tile = (device.tile_rows, device.tile_lanes)
-        self.seen: set[tuple[int, Phase, int]] = set()
-        """Arrays that a kernel has read or made, as (group, phase, value)."""
+        self.seen: set[tuple[int, Phase, int, int]] = set()
+        """Arrays that a kernel has read or made, as (group, phase, depth, value)."""
         self.padded: dict[int, float] = {}
 
     def run(self, home: Sequence[int]) -> list[float]:
@@ -95,7 +99,7 @@ class _Vector:
             return 2.0 * self.tiled(op.inputs[1], written_values.nbytes[op.inputs[1]])
         read = self.read(op, group, reduces)
         if op.phase is Phase.UPDATE:  # one kernel writes everything computed from a gradient
-            self.seen.update([(group, op.phase, o) for o in writes])
+            self.seen.update([(group, op.phase, self.depth[op.index], o) for o in writes])
         passed = self.passed(op, writes, reduces) if read and op.kind != "pad" else 0.0
         return (written + read + passed) * (SCANS if op.kind in CUMULATIVE else 1.0)
 
@@ -117,7 +121,7 @@ class _Vector:
         read = 0.0
         for i in op.inputs:
             for s, nbytes in () if i == SCALAR else self.found.sources[i].items():
-                key = (group, op.phase, s)
+                key = (group, op.phase, self.depth[op.index], s)
                 if op.phase is Phase.UPDATE and self.found.base[s] in self.handed:
                     continue
                 if key not in self.seen:
