@@ -127,7 +127,8 @@ def searched(wish: Wish, door: Door) -> Planned:
                 device_policies[n] = _policies(wish, plain, n)
                 yield n, device_policies[n]
 
-    best, seen = search_recipes(counts, enumerated(), look, wish.recipe, least_of)
+    stores = first.step.quotient.part.stacks
+    best, seen = search_recipes(counts, enumerated(), look, wish.recipe, least_of, stores=stores)
     if cuts.refused:
         counts, why = (1,), cuts.refused
         seen = {recipe: o for recipe, o in seen.items() if recipe.microbatches == 1}
@@ -142,7 +143,9 @@ def searched(wish: Wish, door: Door) -> Planned:
     if on_host and (not tight if best is None else seen[best].cost_s > SQUEEZED * least_s):
         host_policies = ((n, _policies(wish, plain, n, on_host=True)) for n in device_policies)
         away = {n: remats for n, remats in host_policies if remats}
-        best, seen = search_recipes(counts, away.items(), look, wish.recipe, known=(best, seen))
+        best, seen = search_recipes(
+            counts, away.items(), look, wish.recipe, known=(best, seen), stores=stores
+        )
         total += len(counts) * sum(map(len, away.values()))
     tried = _tried_text(len(seen), total, counts, device_policies, away)
     if best is not None and 0.0 < seen[best].cost_s <= CLOSE * least_s:

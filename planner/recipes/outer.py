@@ -80,6 +80,7 @@ class _Walk(Generic[T]):
     best: Recipe | None = None
     best_s: float = math.inf
     free_s: dict[int, float] = field(default_factory=dict)
+    stores: bool = False
 
     @property
     def enough_s(self) -> float:
@@ -118,11 +119,12 @@ class _Walk(Generic[T]):
         return False if outcome.fits else None
 
     def hopeless(self, recipe: Recipe) -> bool:
-        """Whether a recipe that rewrites less is already too slow, whatever memory it takes."""
+        """Whether a recipe that rewrites less is already too slow, whatever memory it takes. If what
+        loops store takes time, one that recomputes more may be faster."""
         return any(
             o.too_slow or (o.fits and o.bound_s >= self.enough_s)
             for r, o in self.seen.items()
-            if _does_more(recipe, r)
+            if _does_more(recipe, r) and not (self.stores and r.remat != recipe.remat)
         )
 
     def too_large(self, recipe: Recipe) -> bool:
@@ -154,6 +156,14 @@ class _Walk(Generic[T]):
             low, high = (middle + 1, high) if self.at(i, middle) is None else (low, middle)
         return high
 
+    def climb(self, i: int) -> None:
+        """Try the policies beside the best one, on both sides, as long as they are better."""
+        for step in (1, -1):
+            here = [j for j in range(len(self.policies)) if self.recipe(i, j) == self.best]
+            k = here[0] + step if here else -1
+            while 0 <= k < len(self.policies) and not self.close and self.at(i, k):
+                k += step
+
     def down(self, i: int, j: int) -> int:
         """Try policies with less rematerialization than ``j``, one by one, while they fit."""
         slower = 0
@@ -181,6 +191,7 @@ def search_recipes(
     base: Recipe = PLAIN,
     least_of: LeastOf = lambda _: 0.0,
     known: tuple[Recipe | None, Mapping[Recipe, Outcome[T]]] = (None, MappingProxyType({})),
+    stores: bool = False,
 ) -> tuple[Recipe | None, dict[Recipe, Outcome[T]]]:
     """The recipe whose plan is predicted fastest.
 
@@ -192,6 +203,7 @@ def search_recipes(
         base: the fields that all recipes share.
         least_of: lower bound of a recipe's seconds; called for recipes with the first policy.
         known: the result of an earlier search.
+        stores: whether what loops store for the backward pass takes time, which recomputing saves.
 
     Returns:
         The best recipe, None if none fits; and the outcomes of all recipes tried, now or before.
@@ -203,6 +215,7 @@ def search_recipes(
         walk = _Walk(
             counts, remats, chunks, base, look, least_of, least_of(plain), seen, best, best_s
         )
+        walk.stores = stores
         if not walk.close:
             _go(walk)
         best, best_s = walk.best, walk.best_s
@@ -259,7 +272,9 @@ def _go(walk: _Walk[T]) -> None:
     for i in range(len(walk.counts)):
         if border is None:
             border = walk.first_fit(i)
-            if border is not None:
+            if border is not None and walk.stores:
+                walk.climb(i)
+            elif border is not None:
                 k = border + 1
                 while not walk.close and k < len(walk.policies) and walk.at(i, k):
                     k += 1

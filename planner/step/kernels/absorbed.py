@@ -175,10 +175,11 @@ def product_kernels(
                 for o in op.outputs
                 if written_values.kept[o] and written_values.base[o] not in handed
             )
-            loaded = {s for i in op.inputs if i != SCALAR for s in written_values.sources[i]}
-            for v in (*loaded, *op.outputs):
-                if written_values.kept[v] and written_values.base[v] not in handed:
-                    inside[written_values.base[v]] = written_values.nbytes[v]
+            read = [written_values.sources[i] for i in op.inputs if i != SCALAR]
+            made = {o: written_values.nbytes[o] for o in op.outputs if written_values.kept[o]}
+            for v, nbytes in ((v, n) for some in (*read, made) for v, n in some.items()):
+                if written_values.base[v] not in handed:
+                    inside[written_values.base[v]] = nbytes
     lanes = image_lanes(graph, groups.op_layouts, groups.fuses)
     tile = (device.tile_rows, device.tile_lanes)
     out: dict[int, ProductKernel] = {}
@@ -198,8 +199,8 @@ def product_kernels(
         moved, lanes_s = sum(behind[index].values()), math.prod(output.shape) * device.lane_bytes
         hidden = any(written_values.nbytes[o] >= lanes_s for o in writes[index])
         stored = (moved + (0 if hidden else lanes_s)) * padded
-        read = (first * moves[0], second * moves[1])
-        out[index] = ProductKernel(*read, moved * moves[2], stored, idle)
+        both = (first * moves[0], second * moves[1])
+        out[index] = ProductKernel(*both, moved * moves[2], stored, idle)
     return out
 
 
