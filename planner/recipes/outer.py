@@ -119,8 +119,8 @@ class _Walk(Generic[T]):
         return False if outcome.fits else None
 
     def hopeless(self, recipe: Recipe) -> bool:
-        """Whether a recipe that rewrites less is already too slow, whatever memory it takes. If what
-        loops store takes time, one that recomputes more may be faster."""
+        """Whether a recipe that rewrites less is already too slow, whatever memory it takes. If
+        what loops store takes time, one that recomputes more may be faster."""
         return any(
             o.too_slow or (o.fits and o.bound_s >= self.enough_s)
             for r, o in self.seen.items()

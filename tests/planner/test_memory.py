@@ -364,26 +364,62 @@ def test_on_tpus_a_weights_gradient_comes_behind_the_activations() -> None:
 # ---- what XLA:TPU writes ----------------------------------------------------------------------
 
 
-def kept_of(function: Callable[..., Any], *args: Any) -> dict[str, list[bool]]:
+def kept_of(
+    function: Callable[..., Any], *args: Any, stored: bool = False
+) -> dict[str, list[bool]]:
     """By kind of operation, whether its results are written."""
     traced = trace(function, args)
     groups = build_groups(traced.graph, traced.rules)
-    found = written(traced.graph, groups.fusable, traced.graph.live_ops(), True)
+    live = traced.graph.live_ops()
+    found = written(traced.graph, groups.fusable, live, True, stored=stored)
     out: dict[str, list[bool]] = {}
     for op in traced.graph.ops:
         out.setdefault(op.kind, []).extend(found.kept[o] for o in op.outputs[:1])
     return out
 
 
+HALF = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
+
+
 def test_a_product_writes_what_its_only_reader_makes() -> None:
-    def step(x: jax.Array, w: jax.Array) -> jax.Array:
-        wide = (x @ w).astype(jnp.float32) * 3
+    def step(x: jax.Array, w: jax.Array, b: jax.Array) -> jax.Array:
+        wide = (x @ w).astype(jnp.float32) * b
         return wide - wide.max(-1, keepdims=True)
 
-    half = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
-    found = kept_of(step, half, half)
+    found = kept_of(step, HALF, HALF, struct(64, 64))
     assert found["dot_general"] == [False] and found["convert_element_type"] == [False]
     assert found["mul"] == [True]
+
+
+def test_a_product_writes_the_narrow_array_that_its_readers_convert() -> None:
+    """As compiled for v5e and v5p (libtpu 0.0.42): bfloat16 and the maxima of its rows."""
+
+    def step(x: jax.Array, w: jax.Array, mask: jax.Array) -> jax.Array:
+        wide = jnp.where(mask, (x @ w).astype(jnp.float32) * 3, -1e9)
+        return wide - wide.max(-1, keepdims=True)
+
+    found = kept_of(step, HALF, HALF, jax.ShapeDtypeStruct((64,), jnp.bool_))
+    assert found["dot_general"] == [True] and not any(found["mul"] + found["select_n"])
+    large = kept_of(step, HALF, HALF, jax.ShapeDtypeStruct((64, 64), jnp.bool_))
+    assert large["dot_general"] == [False] and large["select_n"] == [True]
+
+    def sliced(x: jax.Array, w: jax.Array) -> jax.Array:
+        wide = (x @ w).astype(jnp.float32)
+        return jnp.concatenate([wide[:, 32:], wide[:, :32]], 1)
+
+    assert kept_of(sliced, HALF, HALF)["convert_element_type"] == [True]
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_softmax_that_two_products_read(stored: bool) -> None:
+    """Written once as compiled for v5p; v5e and v6e compute it in both."""
+
+    def step(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+        weights = jax.nn.softmax((q @ k).astype(jnp.float32)).astype(q.dtype)
+        return weights @ v, weights.T @ v
+
+    found = kept_of(step, HALF, HALF, HALF, stored=stored)
+    assert found["convert_element_type"] == [False, stored] and found["exp"] == [False]
 
 
 def test_a_kernel_has_one_product() -> None:

@@ -126,6 +126,25 @@ def test_the_walk_ends_close_to_what_every_recipe_takes(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(50))
+def test_where_storing_takes_time_both_sides_of_the_best_are_tried(seed: int) -> None:
+    """What loops store takes time, what is recomputed too: the best policy lies anywhere, with a
+    slope on either side, and less rematerialization than what fits is no bound."""
+    draw = random.Random(seed)
+    bottom, border = draw.randrange(len(POLICIES)), draw.randrange(len(POLICIES))
+    slope = [draw.uniform(0.5, 2.0) for _ in POLICIES]
+    costs = {p: 10.0 + sum(slope[min(j, bottom) : max(j, bottom)]) for j, p in enumerate(POLICIES)}
+
+    def look(recipe: Recipe, known_s: float) -> Outcome[None]:
+        fits = POLICIES.index(recipe.remat) >= border
+        cost = costs[recipe.remat]
+        slow = cost >= known_s
+        return Outcome(math.inf if slow or not fits else cost, fits, None, cost)
+
+    best, _ = search_recipes((1,), [(1, POLICIES)], look, stores=True)
+    assert best is not None and best.remat == POLICIES[max(border, bottom)]
+
+
+@pytest.mark.parametrize("seed", range(50))
 def test_of_what_waits_on_the_host_the_best_is_found(seed: int) -> None:
     """What is kept costs the time of the link, what is not is done again: the best lies between,
     in the fewest microbatches that fit. A plan that is known already is kept if it is faster."""

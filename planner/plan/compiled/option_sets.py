@@ -23,8 +23,8 @@ and 0.81, BERT 0.95 and 0.86; on v5p a decoder of 3B parameters 0.88 and 1.00, a
 0.95 and 0.85; a decoder on v6e with 2,048 tokens 1.01 and 0.72. Steps without a softmax compile to
 the same program.
 
-*Tried.* The sets were chosen from scheduled modules (libtpu 0.0.42.1) of decoders under FSDP over 8 chips: the
-compiler's cycles, and how much of the time of collectives overlaps with them.
+*Tried.* The sets were chosen from scheduled modules (libtpu 0.0.42.1) of decoders under FSDP over 8
+chips: the compiler's cycles, and how much of the time of collectives overlaps with them.
 
 ===== ================== ======= ====================== ====================== =======
 chip  options            work    gathers, beside work   reductions, beside     peak
