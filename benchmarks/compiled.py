@@ -33,6 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from costmodels import Cluster, parse_cluster
+from executor.run.compile import rewritten
 from executor.verify.aot import compile_step, devices_of, read_compiled, tpu_seconds
 from executor.verify.predictions import planned_wire
 from planner import make_plan
@@ -73,10 +74,11 @@ def ours(model: Model, cluster: Cluster, confirm: bool) -> Row:
         model.step, *model.args, cluster=model.cluster, donate_argnums=(0, 1), **options
     )
     planning = time.perf_counter() - begun
-    compiled = compile_step(trace(model.step, model.args), plan, cluster, donate_argnums=(0, 1))
+    traced = trace(rewritten(model.step, model.args, plan.recipe), model.args)
+    compiled = compile_step(traced, plan, cluster, donate_argnums=(0, 1))
     p = plan.prediction
     return measured(compiled, cluster) | {
-        "mesh": str(plan.mesh),
+        "mesh": ", ".join(filter(None, (str(plan.mesh), str(plan.recipe)))),
         "lowering": str(plan.lowering),
         "planning_s": planning,
         "predicted_s": p.step_s,

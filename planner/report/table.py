@@ -8,7 +8,7 @@ from rich.console import Console, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from planner.plan.compiled.option_sets import COUNTED, OFFLOADED, without_defaults
+from planner.plan.compiled.option_sets import COUNTED, OFFLOADED, options_text, without_defaults
 from planner.plan.plan import LARGE, Plan
 from planner.report.layout import pairs, plain_text, section, show, text_lines
 from planner.report.sections.recipe import SCHEDULE_TITLE, recipe_lines, schedule_text
@@ -93,6 +93,7 @@ def _summary(plan: Plan) -> RenderableType:
             ("peak memory", memory),
             *([("compiled", _confirmed_text(plan))] if plan.confirmed else []),
             *([("host memory", _host_text(plan))] if p.host_bytes else []),
+            *([("options", options_text(plan.compiler_options))] if plan.compiler_options else []),
             ("gap", f"{percent_text(s.gap)}: {proof_text(plan)}"),
             ("fallbacks", str(len(plan.fallbacks)) if plan.fallbacks else "none"),
         )

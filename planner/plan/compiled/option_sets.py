@@ -87,7 +87,11 @@ DEFAULT: Options = (("xla_tpu_rwb_fusion", "false"),)
 NAMES = frozenset(name for some in (*OPTION_SETS.values(), DEFAULT) for name, _ in some)
 """Options that exist only for TPUs."""
 
-WHAT = {ASYNC: "async collectives", OFFLOADED: "collectives on SparseCores"}
+WHAT = {
+    ASYNC: "async collectives",
+    OFFLOADED: "collectives on SparseCores",
+    DEFAULT: "softmax apart from its product",
+}
 """Descriptions of the sets."""
 
 COUNTED = frozenset({"v5p", "v6e"})
@@ -111,3 +115,10 @@ def with_defaults(options: Options, tpu: bool, kinds: Collection[str]) -> Option
 def without_defaults(options: Options) -> Options:
     """Options other than ``DEFAULT``."""
     return tuple(option for option in options if option not in DEFAULT)
+
+
+def options_text(options: Options) -> str:
+    """Options as the summary of a plan shows them: known sets by what they do."""
+    default = tuple(option for option in options if option in DEFAULT)
+    some = filter(None, (default, without_defaults(options)))
+    return ", ".join(WHAT.get(x, " ".join(f"{n}={v}" for n, v in x)) for x in some)
