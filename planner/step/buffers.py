@@ -26,8 +26,9 @@ from planner.space.factors import Layout
 from planner.space.groups import GroupLink, Groups
 from planner.step.memory.lanes import image_lanes
 from planner.step.memory.liveness import intervals
-from planner.step.memory.materialized import ENTERED, OVERWRITES, Written, extents
+from planner.step.memory.materialized import Written
 from planner.step.memory.workspace import workspaces
+from planner.step.op_kinds import ENTERED, OVERWRITES, extents
 
 EMPTY: Chosen = {}
 

@@ -15,7 +15,8 @@ from planner.errors import InternalError, ModelError
 from planner.graph.ir import SCALAR, Graph
 from planner.graph.trace import trace
 from planner.step.memory.liveness import Interval, intervals, materialised
-from planner.step.memory.materialized import extents, written
+from planner.step.memory.materialized import written
+from planner.step.op_kinds import extents
 
 
 def struct(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:

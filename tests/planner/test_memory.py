@@ -28,11 +28,12 @@ from planner.step.analysis import PACKING, TPU_RESERVE, Analysis, analyse
 from planner.step.buffers import Lifetimes
 from planner.step.memory.lanes import image_lanes
 from planner.step.memory.liveness import intervals
-from planner.step.memory.materialized import extents, written
+from planner.step.memory.materialized import written
 from planner.step.memory.schedule import activations_first
 from planner.step.memory.tiles import padding, paddings
 from planner.step.memory.updates import gradients_in_updates
 from planner.step.memory.workspace import pads_unevenly
+from planner.step.op_kinds import extents
 
 TILE = (8, 128)
 

@@ -19,8 +19,9 @@ from planner.space.groups import Groups
 from planner.step.kernels.flops import op_flops
 from planner.step.kernels.fused import FusedCalls
 from planner.step.memory.lanes import image_lanes
-from planner.step.memory.materialized import FOLDED, PASSES, Written
+from planner.step.memory.materialized import Written
 from planner.step.memory.tiles import copied, padding
+from planner.step.op_kinds import FOLDED, PASSES
 
 FAR = 4.0
 """Ratio of padding to that of the best layout from which the copy takes time: it is written and

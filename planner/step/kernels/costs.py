@@ -25,7 +25,7 @@ from planner.step.kernels.absorbed import ProductKernel
 from planner.step.kernels.flops import in_place, masked_operands, op_flops, ragged_groups
 from planner.step.kernels.fused import FusedCalls
 from planner.step.kernels.starts import BITCASTS
-from planner.step.memory.materialized import selects
+from planner.step.op_kinds import selects
 
 Array = NDArray[np.float64]
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from costmodels import Device
 from planner.graph.ir import PRODUCTS, SCALAR, Graph, Op
 from planner.space.groups import GroupLink, Groups
-from planner.step.memory.materialized import FOLDED, JOINED
+from planner.step.op_kinds import FOLDED, JOINED
 
 
 def with_sent_bytes(

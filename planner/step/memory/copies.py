@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from planner.graph.fetches import Span
 from planner.graph.ir import SCALAR, Graph
-from planner.step.memory.materialized import VIEWS, Written, extents
+from planner.step.memory.materialized import Written
+from planner.step.op_kinds import VIEWS, extents
 
 _SAME = VIEWS | {"optimization_barrier"}
 

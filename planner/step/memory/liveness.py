@@ -14,7 +14,8 @@ from planner.graph.fetches import fetches
 from planner.graph.ir import PRODUCTS, SCALAR, Graph, Op
 from planner.space.buffer import Memory
 from planner.step.memory.copies import on_device
-from planner.step.memory.materialized import OVERWRITES, Written, extents, writes
+from planner.step.memory.materialized import Written
+from planner.step.op_kinds import OVERWRITES, extents, writes
 
 PASSES = frozenset({"planner_shard", "region_edge", "sharding_constraint", "optimization_barrier"})
 """Operations whose result is their operand: they move no bytes themselves."""

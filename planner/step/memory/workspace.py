@@ -10,8 +10,9 @@ from planner.rules.kernels.regions import REGION
 from planner.space.factors import Layout
 from planner.space.groups import Groups
 from planner.step.kernels.flops import masked_operands, ragged_groups
-from planner.step.memory.materialized import FOLDED, Written, extents
+from planner.step.memory.materialized import Written
 from planner.step.memory.tiles import copied
+from planner.step.op_kinds import FOLDED, extents
 
 
 class Extra(NamedTuple):
