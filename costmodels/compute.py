@@ -13,7 +13,7 @@ from .hardware import Device
 
 Array = NDArray[np.float64]
 
-Kernel = Literal["vector", "matmul", "convolution", "attention"]
+Kernel = Literal["vector", "matmul", "batched", "convolution", "attention"]
 """What a kernel does: elementwise work, a product of matrices, a convolution, fused attention."""
 
 ATTENTION_DEPTH = 20.0
@@ -75,7 +75,8 @@ def op_time_s(
         dtype: dtype name of the operands.
         kind: "vector" runs at the device's vector rate, or the dtype's peak where that is lower;
             "matmul" at the dtype's peak times `matmul_efficiency`; "convolution" and "attention"
-            at that peak times the efficiency of their name.
+            at that peak times the efficiency of their name. "batched" is a matmul with batch
+            dimensions on a TPU: the times of its flop and of its bytes add up.
         result_bytes: for a matmul or a convolution, the bytes of its result, with elements no
             narrower than `lane_bytes`. They cost `matmul_store` times their memory time, and a norm
             with power `store_power` combines this with the time of the flop: power 1 adds the two,
@@ -92,10 +93,15 @@ def op_time_s(
     rate = {
         "vector": min(device.vector_flops_per_s, peak),
         "matmul": peak * device.matmul_efficiency,
+        "batched": peak * device.matmul_efficiency,
         "convolution": peak * device.convolution_efficiency,
         "attention": peak * device.attention_efficiency,
     }[kind]
     compute_s = flops / rate
+    if kind == "batched":
+        stored_s = result_bytes * (device.matmul_store * byte_s)
+        both_s = compute_s + np.maximum(stored_s, bytes_moved * byte_s)
+        return both_s if isinstance(both_s, np.ndarray) else float(both_s)
     if kind in ("matmul", "convolution"):
         store_s = result_bytes * (device.matmul_store * byte_s)
         power = device.store_power

@@ -144,7 +144,7 @@ def test_copies_of_small_products_take_memory_and_time(
     plain = [2.0 * math.prod(s) for s in shapes]
     ratios = [padding(s[1:], (8, 128)) / padding(s, (8, 128)) for s in shapes]
     best = [padding(s, (8, 128)) for s in shapes]
-    (work,) = [w for f in found.facts for w in f.work if w.kind == "matmul"]
+    (work,) = [w for f in found.facts for w in f.work if w.kind in ("matmul", "batched")]
     for (moved, _), n, r, b in zip(work.traffic, plain, ratios, best, strict=True):
         assert moved == pytest.approx(n * b * (r if passes == 1 else 2 * r + 1))
     op = next(o for o in traced.graph.ops if o.kind == "dot_general")

@@ -317,6 +317,10 @@ class Workload:
         rate = device.matmul_flops_per_s(dtype) * device.convolution_efficiency
         return max(1.0, min(float(groups), rate / vector))
 
+    @property
+    def _on_tpu(self) -> bool:
+        return self.device is not None and self.device.fuses_operands
+
     def _product(self, op: Op, flops: float, dtype: str, weight: float) -> Work:
         """The work of a product. Its factors form classes by which of the two operands and the
         result have them, so that each array is split only by its dimensions."""
@@ -334,7 +338,7 @@ class Workload:
         traffic = tuple(
             (weight * values[v].nbytes, who) for v, who in sides if v != SCALAR and self.kept[v]
         )
-        if self._dense(op) > 1 and self.device is not None and not self.device.fuses_operands:
+        if self._dense(op) > 1 and self.device is not None and not self._on_tpu:
             copies = 2 * ragged_groups(self.graph, op)  # written and read
             masked = masked_operands(self.graph, op)
             traffic = tuple(
@@ -349,6 +353,8 @@ class Workload:
         call = self.fused.call[op.index]
         if call < 0:
             kind: Kernel = "convolution" if op.kind == "conv_general_dilated" else "matmul"
+            if kind == "matmul" and kinds[-1:] == [0b111] and self._on_tpu:
+                kind = "batched"
             fast = self.device.fast_memory_bytes if self.device is not None else 0
             return Work(
                 classes,
