@@ -230,7 +230,7 @@ class _Writing:
                     and graph.ops[r].kind not in apart
                     for r in readers[written]
                 )
-                if remade and written not in self.final:
+                if remade and not (written in self.final or self.forced[written]):
                     end, written = self._narrowed([*chain[:end], written])
                 passed.update(chain[:end])
                 self.forced[written] = True
