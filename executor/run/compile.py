@@ -249,7 +249,7 @@ class CompiledStep:
 
     def _inside(self, args: Sequence[Any]) -> Any:
         """Run inside a transformation; compiler options apply to a whole program only."""
-        if without_defaults(tuple(self._options.items())):
+        if self._options:
             log.warning("compiler_options of the plan are ignored inside jax.jit; pass them there")
         return self._inner(*args)
 
