@@ -233,7 +233,7 @@ class CompiledStep:
             if self._spans and not self._compared:
                 self._compare(args)
             args = self.place(*args)
-            program = self._program = self.compiled(*args)
+            program = self._program = self.compile(*args)
             return self._dispatch(program, args), args
         if not self._foreign:
             try:
@@ -253,7 +253,7 @@ class CompiledStep:
             log.warning("compiler_options of the plan are ignored inside jax.jit; pass them there")
         return self._inner(*args)
 
-    def compiled(self, *args: Any) -> jax.stages.Compiled:
+    def compile(self, *args: Any) -> jax.stages.Compiled:
         """Compile the step for arguments, or ShapeDtypeStructs of them.
 
         Raises:

@@ -115,7 +115,7 @@ def compile_step(
     step = CompiledStep(traced, plan, donate_argnums=donate_argnums, devices=devices_of(cluster))
     shapes = [compat.as_struct(aval) for aval in traced.jaxpr.in_avals]
     args = jax.tree_util.tree_unflatten(traced.in_tree, shapes)
-    return _read(lambda: step.compiled(*args), cluster)
+    return _read(lambda: step.compile(*args), cluster)
 
 
 def compile_function(jitted: Any, args: Sequence[Any], cluster: Cluster) -> Compiled:
