@@ -264,14 +264,14 @@ class CompiledStep:
             return self.jitted.lower(*args).compile()
         except jax.errors.JaxRuntimeError as error:
             said = str(error).strip().partition("\n")[0]
-            if not (self._options and "option" in said.lower()):
-                raise
             given = dict(without_defaults(tuple(self._options.items())))
-            if len(given) == len(self._options) or any(name in said for name in given):
+            if any(name in said for name in self._options.keys() - given.keys()):
+                log.warning("%s; compiled without it: the step may take longer than planned", said)
+                self._options, self.jitted = given, self._jit(compiler_options=given or None)
+                return self.compile(*args)
+            if given and "option" in said.lower():
                 raise RequestError(f"compiler_options: {said}; leave it out") from error
-            log.warning("%s; compiled without it: the step may take longer than planned", said)
-            self._options, self.jitted = given, self._jit(compiler_options=given or None)
-            return self.jitted.lower(*args).compile()
+            raise
 
     def _check(self, args: Sequence[Any], error: Exception) -> None:
         """Check that refused arguments only have to be placed; raises if not."""

@@ -316,7 +316,7 @@ class Fake:
         ([(1.0, 0.9, 1.0), (1.001, 0.9, 0.95)], 1, 2),  # two that a look can't tell apart
         ([(1.0, 0.9, None), (1.1, 0.9, 1.3)], 1, 2),  # it does not fit after all
         ([(1.0, 0.9, 1.0), (1.09, 0.8, 0.9)], 1, 2),  # a bound that leaves much to a longer search
-        ([(1.0, 0.9, 1.0), (1.2, 0.8, 0.9)], 0, 1),  # but a look that is far off
+        ([(1.0, 0.9, 1.0), (1.2, 0.8, 0.9)], 0, 1),  # but a look that takes 1.2 times as long
     ],
 )
 def test_recipes_are_planned_whole_while_a_look_promises_more(
