@@ -318,3 +318,23 @@ def test_without_the_default_options_where_the_back_end_does_not_know_them(
     monkeypatch.setattr(compiling, "_options", lambda plan, mesh: dict(plan.compiler_options))
     check()  # as on a TPU with an older compiler
     assert DEFAULT[0][0] in caplog.text and "compiled without it" in caplog.text
+
+
+@pytest.mark.devices
+def test_other_errors_of_the_compiler_do_not_drop_the_default_options(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from executor import compile_plan
+    from executor.run import compile as compiling
+
+    plan = make_plan(attends, SMALL, SMALL, cluster="v5e:2x4")
+    monkeypatch.setattr(compiling, "_options", lambda plan, mesh: dict(plan.compiler_options))
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: consider the option to recompute")
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", fails)
+    w = jnp.full((64, 64), 0.01, jnp.float32)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+        compile_plan(attends, plan)(w, w)
+    assert "compiled without it" not in caplog.text
