@@ -34,7 +34,8 @@ def with_constants(
 ) -> tuple[FlatJaxpr, frozenset[int]]:
     """A body that computes its constant operands itself, and the positions of these operands.
 
-    A constant operand is one that operations before the body compute from literals alone.
+    A constant operand is a literal, or one that operations before the body compute from literals
+    alone.
     """
     body = flatten(jaxpr)
     makers = {v: at for at, c in enumerate(flat.calls) for v in c.outs}
@@ -42,9 +43,14 @@ def with_constants(
     names: dict[int, int] = {}
     count = body.values
     moved: set[int] = set()
+    inside: dict[int, Any] = {}
     for position in operands:
         value = call.ins[position]
-        chain = _chain(flat, makers, value) if isinstance(value, int) else None
+        if not isinstance(value, int):
+            inside[body.inputs[position]] = value
+            moved.add(position)
+            continue
+        chain = _chain(flat, makers, value)
         if chain is None:
             continue
         for maker in chain:
@@ -53,8 +59,8 @@ def with_constants(
                 count += len(outs)
                 copies.append(dataclasses.replace(maker.reading(names), outs=outs))
                 names.update(zip(maker.outs, outs, strict=True))
+        inside[body.inputs[position]] = names[value]
         moved.add(position)
-    inside = {body.inputs[k]: names[v] for k, v in enumerate(call.ins) if k in moved and v in names}
     calls = tuple(c.reading(inside) for c in body.calls)
     outputs = tuple(inside.get(v, v) if isinstance(v, int) else v for v in body.outputs)
     made_in = FlatJaxpr((*copies, *calls), body.inputs, outputs, body.consts, count)

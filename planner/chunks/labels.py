@@ -242,7 +242,7 @@ def _closed(
             continue
         before = at
         read = set(program.reads[at])
-        known = all(v in outputs or program.constant_from(v) >= first for v in read)
+        known = all(v in outputs or program.constant_from(v) >= 0 for v in read)
         row_dims = _by_rows(program, at, rows) if known else None
         if row_dims is None or whole.intersection(row_dims):
             continue  # or a vector of columns, where there are equal numbers of rows and columns

@@ -55,8 +55,8 @@ class Call:
         """The call with another function that computes it."""
         return dataclasses.replace(self, run=run, made=True)
 
-    def reading(self, names: Mapping[int, int]) -> Call:
-        """The call with some operands replaced."""
+    def reading(self, names: Mapping[int, Any]) -> Call:
+        """The call with some operands replaced by others, or by literals."""
         if not any(isinstance(v, int) and v in names for v in self.ins):
             return self
         ins = tuple(names.get(v, v) if isinstance(v, int) else v for v in self.ins)

@@ -161,6 +161,8 @@ class Cut:
         loop_values = {o for n, _ in self.body for o in n.outs} | set(self.sliced)
         read = {v for n, _ in self.body for v in n.values} | set(self.stacked) | set(self.kept)
         outer = sorted(v for v in read - loop_values if isinstance(env[v], jax.core.Tracer))
+        constants = self._constants()
+        behind = [k for k, v in enumerate(outer) if v not in constants]
 
         def turn(carry: tuple[list[Any], list[Any]], row: tuple[list[Any], Any]) -> Any:
             slices, number = row
@@ -168,7 +170,9 @@ class Cut:
             # gradients after it, and stores both whole; if that pays, the plan does it explicitly
             held = [*(env[v] for v in outer), *slices]
             if not self.apart:
-                held = list(jax.lax.optimization_barrier(tuple(held)))
+                some = [*behind, *range(len(outer), len(held))]
+                for k, x in zip(some, _alone(tuple(held[k] for k in some)), strict=True):
+                    held[k] = x
             outs = self._shared(env, outer, held, number)
             sums = [
                 a + (x if self.apart else _alone(x)).astype(a.dtype)
@@ -205,6 +209,14 @@ class Cut:
             (d,) = self.step.scaled(v)
             whole = compat.aval_shape(self.step.avals[v][0])
             env[v] = self._scaled(v, self.shares.joined(x, whole, d, self.examples), True)
+
+    def _constants(self) -> set[int]:
+        """The values computed before the loop from literals alone, such as masks and positions."""
+        constants: set[int] = set()
+        for n in self.once:
+            if constants.issuperset(n.values):
+                constants.update(n.outs)
+        return constants
 
     def _front(self, value: int, array: Any) -> Any:
         """A sliced value with its examples first; random numbers may have samples before them."""
@@ -324,7 +336,7 @@ def _waiting(inside: Sequence[Node], read_after: set[int], of: Mapping[int, Clas
 
 
 def _alone(value: Any) -> Any:
-    """A value behind a barrier: it is complete before it is read."""
+    """Values behind a barrier: they are complete before they are read."""
     return jax.lax.optimization_barrier(value)
 
 
