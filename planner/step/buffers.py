@@ -13,11 +13,11 @@ docs/explanation/memory.md has the reasons.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from planner.annotate import MARKS
-from planner.graph.ir import PRODUCTS, SCALAR, Graph, Phase, Role
+from planner.graph.ir import PRODUCTS, SCALAR, Graph, Op, Phase, Role
 from planner.rules.kernels.regions import REGION
 from planner.space.buffer import Buffer, Memory, Port, Tiled, When
 from planner.space.decisions import DECISIONS, Chosen
@@ -28,7 +28,7 @@ from planner.step.memory.lanes import image_lanes
 from planner.step.memory.liveness import intervals
 from planner.step.memory.materialized import Written
 from planner.step.memory.workspace import workspaces
-from planner.step.op_kinds import ENTERED, OVERWRITES, extents
+from planner.step.op_kinds import ENTERED, FOLDED, OVERWRITES, extents
 
 EMPTY: Chosen = {}
 
@@ -87,10 +87,10 @@ def has_gaps(b: Buffer, stays: frozenset[int]) -> bool:
 
 
 def loops_entered(graph: Graph, live: Sequence[bool]) -> dict[int, int]:
-    """The loop that each value of a ``loop_const`` enters, as the region of its body; values that
-    the loop only stacks are omitted."""
+    """The loop that each value of a ``loop_const`` or ``loop_xs`` enters, as the region of its
+    body; values that the loop only stacks are omitted."""
     out: dict[int, int] = {}
-    homes = {op.outputs[0]: op.region for op in graph.ops if op.kind == "loop_const"}
+    homes = {op.outputs[0]: op.region for op in graph.ops if op.kind in ENTERED}
     for op in graph.ops:
         for i in op.inputs if live[op.index] else ():
             if i in homes and i not in out:
@@ -139,6 +139,10 @@ class _Finding:
         self.begin, self.stop = extents(graph, written_values.time)
         self.entered = loops_entered(graph, live)
         self.weights = made_of_parameters(graph, groups.fuses)
+        self.readers: dict[int, list[Op]] = {}
+        for op in graph.ops:
+            for i in set(op.inputs) if live[op.index] else ():
+                self.readers.setdefault(i, []).append(op)
         self.buffers: list[Buffer] = []
         self.lent: dict[int, list[tuple[int, int]]] = {}
         """Per value, the intervals in which its bytes count in a reader's layout."""
@@ -181,7 +185,9 @@ class _Finding:
         self.operands()
         products = self.products()
         self.turned()
-        for extra in workspaces(self.graph, self.groups, self.found, self.live, self.tile):
+        moves = self.moves or (lambda _: True)
+        given = self.graph, self.groups, self.found, self.live, self.tile
+        for extra in workspaces(*given, moves):
             kind = self.groups.groups[extra.group].kind
             side = Port.STORE if extra.stored and kind == "input" else Port.USE
             moments = (extra.group, extra.first, extra.last)
@@ -222,22 +228,35 @@ class _Finding:
         copies: dict[int, list[int]] = {}  # per copy, when operations read it
         copied: dict[int, GroupLink] = {}
         for link in self.groups.links:
-            if link.operand < 0 or not self.live[link.op]:
+            if link.op < 0 or not self.live[link.op]:
                 continue
-            at = self.found.time[link.op]
-            if link.a_use:
-                self.gathered.setdefault(link.value, []).append(at)
+            op = self.graph.ops[link.op]
+            if link.operand < 0:
+                if op.kind in FOLDED and link.operand <= -2:  # a view that is sent
+                    self.lend(link, sorted(self.reads(op)))
+            elif link.a_use:
+                self.gathered.setdefault(link.value, []).append(self.found.time[link.op])
                 self.arrives[link.value] = self.share(link)
             elif kinds[link.b] == "copy":
                 copied[link.b] = link
             elif kinds[link.a] == "copy":
-                copies.setdefault(link.a, []).append(at)
+                copies.setdefault(link.a, []).extend(self.reads(op))
             elif kinds[link.b] == "anchor":
-                self.lend(link, [at])
+                self.lend(link, sorted(self.reads(op)))
             elif self.graph.ops[link.op].kind == "loop_const":
                 self.enter(link)
         for copy, link in copied.items():
             self.lend(link, sorted(copies.get(copy, [self.found.time[link.op]])))
+
+    def reads(self, op: Op) -> Iterator[int]:
+        """When an operation and, if it is a view, the readers of its result run. A loop reads a
+        stack until its end."""
+        yield self.found.time[op.index]
+        if op.kind in ENTERED:
+            yield self.stop[self.entered.get(op.outputs[0], op.region)]
+        elif op.kind in FOLDED and self.found.base[op.outputs[0]] == self.found.base[op.inputs[0]]:
+            for reader in self.readers.get(op.outputs[0], ()):
+                yield from self.reads(reader)
 
     def enter(self, link: GroupLink) -> None:
         """Hold a value that a loop reads in every iteration, in the layout in which it enters."""
@@ -250,7 +269,8 @@ class _Finding:
             link, sorted({first, *(t for t in self.found.reads[base] if first <= t <= last), last})
         )
         if self.moves is None and graph.values[base].op < 0:  # the stored array stays beside it
-            self.add(link.b, first, last + 1, link.value, link.dst, Port.USE)
+            share = self.share(link)
+            self.add(link.b, first, last + 1, link.value, link.dst, Port.USE, share=share)
 
     def share(self, link: GroupLink) -> float:
         """The share of a value's bytes that arrives at the end of a link."""

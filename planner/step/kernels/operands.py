@@ -38,7 +38,7 @@ def _narrow_links(graph: Graph, groups: Groups, live: Sequence[bool]) -> set[int
     def narrows(link: GroupLink) -> bool:
         if link.op < 0 or link.operand < 0:
             return False
-        return _multiplies(graph, graph.ops[link.op], multiplied)
+        return _multiplies(graph, graph.ops[link.op], link.operand, multiplied)
 
     wide_copies: set[int] = set()
     wide_inputs: set[int] = set()
@@ -59,13 +59,15 @@ def _narrow_links(graph: Graph, groups: Groups, live: Sequence[bool]) -> set[int
     return out
 
 
-def _multiplies(graph: Graph, op: Op, multiplied: Sequence[bool | None]) -> bool:
-    """Whether an operation reads its operands as bfloat16, or is a view with only such readers."""
+def _multiplies(graph: Graph, op: Op, operand: int, multiplied: Sequence[bool | None]) -> bool:
+    """Whether an operation reads an operand as bfloat16, or is a view with only such readers."""
+    if op.kind == "optimization_barrier":
+        return bool(multiplied[op.outputs[operand]])
     if op.kind in PRODUCTS:
         return op.passes == 1 and not op.fused
     if op.kind == "convert_element_type":
         return graph.values[op.outputs[0]].dtype == "bfloat16"
-    passes = op.kind in FOLDED or op.kind in JOINED or op.kind == "gather"
+    passes = op.kind in FOLDED or op.kind in JOINED or op.kind in ("gather", "loop_xs")
     return passes and all(multiplied[o] for o in op.outputs)
 
 
@@ -77,8 +79,7 @@ def _only_multiplied(graph: Graph, live: Sequence[bool]) -> list[bool | None]:
             out[o] = False
     for op in reversed(graph.ops):
         if live[op.index]:
-            fine = _multiplies(graph, op, out)
-            for i in op.inputs:
+            for operand, i in enumerate(op.inputs):
                 if i != SCALAR:
-                    out[i] = fine and out[i] is not False
+                    out[i] = _multiplies(graph, op, operand, out) and out[i] is not False
     return out

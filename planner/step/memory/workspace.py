@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from planner.graph.ir import PRODUCTS, RAGGED, SCALAR, Graph, Op
 from planner.rules.kernels.regions import REGION
 from planner.space.factors import Layout
-from planner.space.groups import Groups
+from planner.space.groups import GroupLink, Groups
 from planner.step.kernels.flops import masked_operands, ragged_groups
 from planner.step.memory.materialized import Written
 from planner.step.memory.tiles import copied
@@ -34,14 +34,15 @@ def workspaces(
     written_values: Written,
     live: Sequence[bool],
     tile: tuple[int, int],
+    moves: Callable[[GroupLink], bool],
 ) -> Iterator[Extra]:
     """The extra memory of all operations, for the compiler whose kernels are ``written_values``;
-    ``tile``: rows and lanes."""
+    ``tile``: rows and lanes; ``moves``: whether a link makes a copy."""
     if written_values.merges:
         yield from _uneven(graph, groups, written_values, live)
         yield from _masked(graph, groups, written_values, live)
     else:
-        yield from _narrowed(graph, groups, written_values, live)
+        yield from _narrowed(graph, groups, written_values, live, moves)
         yield from _copied(graph, groups, written_values, live, tile)
     yield from _regions(graph, groups, written_values, live)
 
@@ -67,10 +68,22 @@ def _regions(
 
 
 def _narrowed(
-    graph: Graph, groups: Groups, written_values: Written, live: Sequence[bool]
+    graph: Graph,
+    groups: Groups,
+    written_values: Written,
+    live: Sequence[bool],
+    moves: Callable[[GroupLink], bool],
 ) -> Iterator[Extra]:
     """Copies in bfloat16 of float32 stacks whose slices only products read: XLA:TPU converts them
-    once, before the first loop that reads them."""
+    once, before the first loop that reads them, or before they are sent into an outer loop."""
+    sent = {
+        x.value
+        for x in groups.links
+        if x.operand >= 0
+        and graph.ops[x.op].kind == "loop_const"
+        and x.nbytes < graph.values[x.value].nbytes
+        and moves(x)
+    }
     readers: dict[int, list[Op]] = {}
     for op in graph.ops:
         for i in set(op.inputs) if live[op.index] else ():
@@ -85,13 +98,24 @@ def _narrowed(
             for r in reading
         )
 
+    def arrives(value: int) -> bool:
+        """Whether a value comes converted from outside of an outer loop."""
+        while value != SCALAR and (maker := graph.values[value].op) >= 0:
+            op = graph.ops[maker]
+            if op.kind not in ("loop_const", "optimization_barrier"):
+                break
+            value = op.inputs[op.outputs.index(value)]
+            if value in sent:
+                return True
+        return False
+
     begin, stop = extents(graph, written_values.time)
     spans: dict[int, tuple[int, int]] = {}
     for op in graph.ops:
         if op.kind != "loop_xs" or not live[op.index] or op.inputs[0] == SCALAR:
             continue
         stack = graph.values[op.inputs[0]]
-        if stack.dtype == "float32" and multiplied(op.outputs[0]):
+        if stack.dtype == "float32" and not arrives(stack.index) and multiplied(op.outputs[0]):
             region = readers[op.outputs[0]][0].region
             first, last = spans.get(stack.index, (begin[region], 0))
             spans[stack.index] = min(first, begin[region]), max(last, stop[region] + 1)
