@@ -6,6 +6,8 @@ attention, masks, softmax, and their gradients live for some rows at a time, and
 large vocabulary. Every row is computed as before, from all columns, so results are equal up to the
 order of sums over rows. With n chunks, a chunk takes every n-th row, so where the rows are split
 over devices, every device has a share of each chunk: keys and values are gathered, scores are not.
+Where the other dimensions of a product can occupy the devices, a chunk takes whole tiles of rows
+(``TILE``), because taking rows out of tiles copies the operands into another layout.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import jax.numpy as jnp
 from planner import compat
 from planner.chunks.bodies import body_of, with_constants, without_operands
 from planner.chunks.labels import SUMS, Program, Region, large_products, regions_at
-from planner.chunks.resize import on_chunk, wide
+from planner.chunks.resize import Cut, on_chunk, wide
 from planner.chunks.stages import Stage, Stages, pays, stages_of
 from planner.graph.flat import Call, FlatJaxpr, Run, again, execute, flatten, looped, nbytes
 from planner.graph.jaxpr.places import user_line
@@ -37,6 +39,11 @@ ROWS = 512
 """Rows per chunk if the search chooses."""
 FEWEST, MOST = 4, 64
 """Smallest and largest number of chunks if the search chooses."""
+TILE = 128
+"""Rows of a tile: lanes of a TPU's vector registers."""
+OCCUPY = 512
+"""Number of products of rows and columns (of examples and heads) from which on chunks take tiles;
+the rows of a chunk can then be split over few devices."""
 
 
 def chunked(
@@ -198,6 +205,14 @@ class _Search:
         """The largest number of chunks that divides the rows of a region."""
         return max(m for m in range(1, self.parts + 1) if region.rows % m == 0)
 
+    def _cut(self, flat: FlatJaxpr, region: Region) -> Cut:
+        """The chunks of a region."""
+        parts = self._parts(region)
+        size = math.prod(compat.aval_shape(flat.calls[region.seed].eqn.outvars[0].aval))
+        occupied = size >= OCCUPY * region.rows * region.columns
+        tiled = occupied and region.rows % (parts * TILE) == 0
+        return Cut(region.rows, parts, TILE if tiled else 1)
+
     def _with_loops(self, program: Program, disjoint: Sequence[Stages]) -> FlatJaxpr | None:
         """The program with regions as loops. Calls keep their order, except that what a call reads
         comes first. None if the loops depend on each other."""
@@ -205,10 +220,10 @@ class _Search:
         dropped = {at for stages in disjoint for at in stages.dropped}
         calls = [(at, c) for at, c in enumerate(flat.calls) if at not in dropped]
         for stages in disjoint:
-            parts = self._parts(stages.region)
+            cut = self._cut(flat, stages.region)
             for stage in stages.loops:
                 last = flat.calls[stage.calls[-1]]
-                run = functools.partial(_loop, flat, stages.region, stage, parts)
+                run = functools.partial(_loop, flat, stages.region, stage, cut)
                 ins, outs = (*stage.read, *stage.sliced), (*stage.stacked, *stage.summed)
                 loop = Call(last.eqn, ins, outs, run, last.backward, made=True, place=last.place)
                 calls.append((stage.calls[-1], loop))
@@ -247,10 +262,9 @@ def _sorted(calls: Sequence[tuple[int, Call]]) -> tuple[Call, ...] | None:
 
 
 def _loop(
-    flat: FlatJaxpr, region: Region, stage: Stage, parts: int, values: Sequence[Any]
+    flat: FlatJaxpr, region: Region, stage: Stage, cut: Cut, values: Sequence[Any]
 ) -> list[Any]:
     """Run a stage, chunk after chunk."""
-    chunk = region.rows // parts
     calls = [flat.calls[at] for at in stage.calls]
     outer = dict(zip((*stage.read, *stage.sliced), values, strict=True))
     types = {v: var.aval for c in calls for v, var in zip(c.outs, c.eqn.outvars, strict=True)}
@@ -262,30 +276,17 @@ def _loop(
         for call in calls:
             rows = [region.row.get(v) for v in call.outs]
             ins = [flat.read(v, env) for v in call.ins]
-            env.update(zip(call.outs, on_chunk(call, ins, rows, chunk, parts, number), strict=True))
+            env.update(zip(call.outs, on_chunk(call, ins, rows, cut, number), strict=True))
         new = [a + env[v].astype(a.dtype) for a, v in zip(sums, stage.summed, strict=True)]
         return new, [env[v] for v in stage.stacked]
 
     with compat.provenance(calls[-1].origin):
         start = [jnp.zeros(compat.aval_shape(types[v]), wide(types[v].dtype)) for v in stage.summed]
-        slices = [_cut(outer[v], region.row[v], parts) for v in stage.sliced]
-        sums, stacks = jax.lax.scan(turn, start, (jnp.arange(parts), slices))
-        rows = [_joined(x, region.row[v]) for x, v in zip(stacks, stage.stacked, strict=True)]
+        slices = [cut.apart(outer[v], region.row[v]) for v in stage.sliced]
+        sums, stacks = jax.lax.scan(turn, start, (jnp.arange(cut.parts), slices))
+        rows = [cut.joined(x, region.row[v]) for x, v in zip(stacks, stage.stacked, strict=True)]
         whole = [x.astype(types[v].dtype) for x, v in zip(sums, stage.summed, strict=True)]
     return [*rows, *whole]
-
-
-def _cut(x: Any, row: int, parts: int) -> Any:
-    """[.., rows, ..] -> [parts, .., rows / parts, ..]; row i * parts + j goes to chunk j."""
-    shape = x.shape
-    apart = (*shape[:row], shape[row] // parts, parts, *shape[row + 1 :])
-    return jnp.moveaxis(x.reshape(apart), row + 1, 0)
-
-
-def _joined(x: Any, row: int) -> Any:
-    """The inverse of ``_cut``."""
-    y = jnp.moveaxis(x, 0, row + 1)
-    return y.reshape(*y.shape[:row], y.shape[row] * y.shape[row + 1], *y.shape[row + 2 :])
 
 
 def _line(program: Program, stages: Stages, parts: int) -> str:

@@ -15,6 +15,7 @@ import optax
 import pytest
 
 from planner import compat
+from planner.chunks.resize import Cut
 from planner.chunks.rewrite import chunked, in_chunks
 from planner.errors import RequestError
 from planner.graph.flat import nbytes
@@ -117,6 +118,70 @@ def test_attention_is_equal_and_its_scores_are_never_whole(attention: Any) -> No
     assert difference(jax.jit(made)(*args), jax.jit(step)(*args)) <= 5e-6
     if attention is not with_dropout:  # the random bits are drawn whole
         assert largest(made, args) < largest(step, args) / 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("attention", ATTENTIONS, ids=lambda f: f.__name__)
+def test_chunks_of_tiles_of_rows_are_equal(attention: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("planner.chunks.rewrite.TILE", 4)
+    monkeypatch.setattr("planner.chunks.rewrite.OCCUPY", B * H)
+    cuts = []
+
+    def cut(rows: int, parts: int, piece: int) -> Cut:
+        cuts.append((rows, parts, piece))
+        return Cut(rows, parts, piece)
+
+    monkeypatch.setattr("planner.chunks.rewrite.Cut", cut)
+    args = tuple(normal(B, T, H, D) + k for k in range(3))
+    step = gradients(attention)
+    made, _ = chunked(step, trace(step, args), args, PARTS)
+    assert difference(jax.jit(made)(*args), jax.jit(step)(*args)) <= 5e-6
+    assert set(cuts) == {(T, PARTS, 4)}
+
+
+@pytest.mark.parametrize("piece", [1, 2, 4, 8])
+def test_rows_of_chunks(piece: int) -> None:
+    cut = Cut(24 * 3, 3 * 3, piece)
+    x = jnp.arange(5 * 72).reshape(5, 72) % 72
+    chunks = cut.apart(x, 1)
+    assert chunks.shape == (9, 5, 8)
+    assert jnp.array_equal(cut.joined(chunks, 1), x)
+    for number, chunk in enumerate(chunks):
+        assert jnp.array_equal(cut.positions(jnp.arange(8), jnp.int32(number)), chunk[0])
+        assert chunk[0, 0] == number * piece
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_masks_in_scans_are_made_chunk_by_chunk_in_microbatches_too(microbatches: int) -> None:
+    """Masks are computed outside of both loops, from literals."""
+
+    def step(ws: Any, x: Any) -> Any:
+        def layer(h: Any, w: Any) -> Any:
+            return causal(h @ w, h, h) + h, None
+
+        def loss(ws: Any) -> Any:
+            return jnp.mean(jnp.sin(jax.lax.scan(layer, x, ws)[0]))
+
+        return ws - jax.grad(loss)(ws)
+
+    args = normal(3, D, D), normal(B, T, H, D)
+    plain = rewritten(step, args, Recipe(microbatches=microbatches))
+    made = rewritten(step, args, Recipe(microbatches=microbatches, chunks=PARTS))
+    assert difference(jax.jit(made)(*args), jax.jit(step)(*args)) <= 5e-6
+    assert largest(made, args) <= largest(plain, args) / PARTS
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_logits_take_one_loop_in_microbatches_too(microbatches: int) -> None:
+    """The gradient of a mean is a constant, computed before the microbatches."""
+
+    def step(w: Any, h: Any, labels: Any) -> Any:
+        return w - jax.grad(lambda w: cross_entropy(jnp.sin(h), w, labels))(w)
+
+    args = normal(8, 256), normal(32, 64, 8), jnp.arange(32 * 64).reshape(32, 64) % 256
+    made = rewritten(step, args, Recipe(microbatches=microbatches, chunks=PARTS))
+    assert [line.endswith("in 1 loop") for line in made.chunked] == [True]
+    assert difference(jax.jit(made)(*args), jax.jit(step)(*args)) <= 5e-6
 
 
 def cross_entropy(h: Any, w: Any, labels: Any) -> Any:
