@@ -13,9 +13,12 @@ from .hardware import Device
 
 Array = NDArray[np.float64]
 
-Kernel = Literal["vector", "matmul", "batched", "convolution", "attention"]
+Kernel = Literal["vector", "matmul", "batched", "split", "convolution", "attention"]
 """What a kernel does: elementwise work, a product of matrices, a convolution, fused attention."""
 
+SPLIT_STORE = 1.5
+"""Least number of times that a product with a split contraction pays for writing its result
+(compiled with libtpu 0.0.42 for v5e, v5p and v6e: 1.3 to 2; docs/explanation/compute.md)."""
 ATTENTION_DEPTH = 20.0
 """Head size at which the softmax costs as much as the products: fit of FlashAttention-2, forward
 and backward, on A100 (18.8) and H100 (22.1); see docs/explanation/compute.md."""
@@ -76,7 +79,9 @@ def op_time_s(
         kind: "vector" runs at the device's vector rate, or the dtype's peak where that is lower;
             "matmul" at the dtype's peak times `matmul_efficiency`; "convolution" and "attention"
             at that peak times the efficiency of their name. "batched" is a matmul with batch
-            dimensions on a TPU: the times of its flop and of its bytes add up.
+            dimensions on a TPU: the times of its flop and of its bytes add up. "split" is a matmul
+            on a TPU whose tiles cover a part of the contraction: it pays for its result after its
+            flop, at least `SPLIT_STORE` times.
         result_bytes: for a matmul or a convolution, the bytes of its result, with elements no
             narrower than `lane_bytes`. They cost `matmul_store` times their memory time, and a norm
             with power `store_power` combines this with the time of the flop: power 1 adds the two,
@@ -94,6 +99,7 @@ def op_time_s(
         "vector": min(device.vector_flops_per_s, peak),
         "matmul": peak * device.matmul_efficiency,
         "batched": peak * device.matmul_efficiency,
+        "split": peak * device.matmul_efficiency,
         "convolution": peak * device.convolution_efficiency,
         "attention": peak * device.attention_efficiency,
     }[kind]
@@ -102,7 +108,9 @@ def op_time_s(
         stored_s = result_bytes * (device.matmul_store * byte_s)
         both_s = compute_s + np.maximum(stored_s, bytes_moved * byte_s)
         return both_s if isinstance(both_s, np.ndarray) else float(both_s)
-    if kind in ("matmul", "convolution"):
+    if kind == "split":
+        compute_s = compute_s + result_bytes * (max(SPLIT_STORE, device.matmul_store) * byte_s)
+    elif kind in ("matmul", "convolution"):
         store_s = result_bytes * (device.matmul_store * byte_s)
         power = device.store_power
         if power == 1.0:

@@ -139,14 +139,7 @@ class Rates:
                 cut = cut * np.minimum(self.split(count, (c,)), item.most[c])
             return cut
 
-        moved, result = item.local_bytes(pieces)
-        seconds = item.kernels * self.model.op_overhead_s + self.model.compute_s(
-            item.flops / pieces(tuple(range(count))),
-            moved,
-            item.dtype,
-            item.kind,
-            result,
-        )
+        seconds = item.kernels * self.model.op_overhead_s + item.seconds(self.model, pieces)
         return seconds[:, self.codes(assign, item.classes)]
 
     def reduction_s(self, r: Reduction, assign: IntArray) -> Array:

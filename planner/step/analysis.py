@@ -345,7 +345,6 @@ def ideal_s(analysis: Analysis, model: CostModel, num_devices: int) -> float:
     compute_s = 0.0
     for w, times in tally.items():
         n = 1 if w.one_part else num_devices
-        moved, result = w.local_bytes(lambda _, n=n: np.full(1, float(n)))  # type: ignore[misc]
-        seconds = model.compute_s(w.flops / n, moved, w.dtype, w.kind, result)
+        seconds = w.seconds(model, lambda _, n=n: np.full(1, float(n)))  # type: ignore[misc]
         compute_s += times * (w.kernels * model.op_overhead_s + float(seconds[0]))
     return step_seconds((StageSeconds(compute_s),)).step_s

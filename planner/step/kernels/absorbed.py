@@ -18,6 +18,7 @@ from planner.rules.factor import FactorRule
 from planner.space.groups import Groups
 from planner.step.kernels.flops import op_flops
 from planner.step.kernels.fused import FusedCalls
+from planner.step.kernels.split import drag
 from planner.step.memory.lanes import image_lanes
 from planner.step.memory.materialized import Written
 from planner.step.memory.tiles import copied, padding
@@ -31,13 +32,17 @@ read. Compiled (libtpu 0.0.42), windows of 49 x 32 numbers (2.6) do not show it;
 
 class ProductKernel(NamedTuple):
     """The bytes that the kernel of a product moves: for its operands, for its result, and from the
-    matrix unit. ``idle`` multiplies its FLOPs: columns of the matrix unit that are not used."""
+    matrix unit. ``idle`` multiplies its FLOPs: columns of the matrix unit that are not used.
+    ``plain``: bytes from the matrix unit alone; ``drag``: what further arrays cost if the
+    contraction is split (``split.drag``)."""
 
     first: float
     second: float
     result: float
     stored: float
     idle: float = 1.0
+    plain: float = 0.0
+    drag: float = 1.0
 
 
 def absorbing(
@@ -157,6 +162,7 @@ def product_kernels(
     are not written. A collective between the two is charged for that (``planner.cost.reshard``).
     """
     operands: dict[int, tuple[int, int]] = {}
+    more: dict[int, int] = {}
     behind: dict[int, dict[int, int]] = {}
     writes: dict[int, set[int]] = {}
     for op in graph.ops:
@@ -166,6 +172,7 @@ def product_kernels(
             )
             result = op.outputs[0]
             operands[op.index] = (first, second)
+            more[op.index] = sum(_further(written_values, i) for i in op.inputs[:2])
             stays = written_values.kept[result] and result not in handed
             behind[op.index] = {result: written_values.nbytes[result]} if stays else {}
             writes[op.index] = {result} if stays else set()
@@ -201,8 +208,17 @@ def product_kernels(
         hidden = any(written_values.nbytes[o] >= lanes_s for o in writes[index])
         stored = (moved + (0 if hidden else lanes_s)) * padded
         both = (first * moves[0], second * moves[1])
-        out[index] = ProductKernel(*both, moved * moves[2], stored, idle)
+        size = math.prod(output.shape)
+        arrays = more[index] + sum(n >= size for n in behind[index].values()) - 1
+        slower = drag(max(0, arrays))
+        out[index] = ProductKernel(*both, moved * moves[2], stored, idle, lanes_s, slower)
     return out
+
+
+def _further(written_values: Written, operand: int) -> int:
+    """The arrays, besides the largest, that a product computes an operand from as it reads it."""
+    sizes = [] if operand == SCALAR else list(written_values.sources[operand].values())
+    return max(0, sum(2 * n >= max(sizes) for n in sizes) - 1)
 
 
 def _features(rule: FactorRule) -> int:

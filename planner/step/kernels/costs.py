@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from costmodels import Device, Kernel
+from costmodels import CostModel, Device, Kernel
 from planner.graph.ir import PRODUCTS, RAGGED, SCALAR, Graph, Op
 from planner.rules.factor import FactorRule
 from planner.rules.kernels.inside import MASKED, MASKED_GRADIENT
@@ -24,6 +24,7 @@ from planner.space.groups import Groups
 from planner.step.kernels.absorbed import ProductKernel
 from planner.step.kernels.flops import in_place, masked_operands, op_flops, ragged_groups
 from planner.step.kernels.fused import FusedCalls
+from planner.step.kernels.split import DEEP, Split
 from planner.step.kernels.starts import BITCASTS
 from planner.step.op_kinds import selects
 
@@ -62,7 +63,8 @@ class Work:
     ``most`` is, per class, the maximum number of pieces into which cutting it saves time; empty: no
     maximum. ``near_bytes``: arrays with at most this local traffic over the step are read and
     written in fast memory (for a product; 0: none). ``stacks``: a loop writes a stack, which
-    rematerialization may make needless.
+    rematerialization may make needless. ``split``: how long a product takes if its contraction is
+    split.
     """
 
     classes: tuple[frozenset[int], ...]
@@ -76,6 +78,7 @@ class Work:
     most: tuple[float, ...] = ()
     near_bytes: float = 0.0
     stacks: bool = False
+    split: Split | None = None
 
     @property
     def one_part(self) -> bool:
@@ -100,6 +103,21 @@ class Work:
             stored = np.where((last > 0.0) & (last <= self.near_bytes), NEAR_STORE, 1.0) * stored
             local = [np.where(n <= self.near_bytes, 0.0, n) for n in local]
         return sum(local, np.zeros(1)), stored
+
+    def seconds(self, model: CostModel, cut: Callable[[tuple[int, ...]], Array]) -> Array:
+        """Seconds of one device, without kernel launches; ``cut`` as for ``local_bytes``."""
+        flops = self.flops / cut(tuple(range(len(self.classes))))
+        moved, stored = self.local_bytes(cut)
+        seconds = model.compute_s(flops, moved, self.dtype, self.kind, stored)
+        if self.split is None:
+            return seconds
+        operands = [nbytes / cut(classes) for nbytes, classes in self.traffic[:2]]
+        apart = self.split.applies(operands, cut)
+        if not np.any(apart):
+            return seconds
+        result = self.split.result_bytes / cut(self.result)
+        slow = model.compute_s(self.split.drag * flops, moved, self.dtype, "split", result)
+        return np.where(apart, np.maximum(slow, seconds), seconds)
 
 
 @dataclass
@@ -356,6 +374,17 @@ class Workload:
             if kind == "matmul" and kinds[-1:] == [0b111] and self._on_tpu:
                 kind = "batched"
             fast = self.device.fast_memory_bytes if self.device is not None else 0
+            apart: Split | None = None
+            if kind == "matmul" and op.kind == "dot_general" and kernel is not None and fast:
+                first, second, result = (
+                    math.prod(values[v].shape) if v != SCALAR else 1
+                    for v in (*op.inputs[:2], op.outputs[0])
+                )
+                depth = math.sqrt(first * second / max(1, result))
+                if depth > DEEP:
+                    inside = tuple(c for c, k in enumerate(kinds) if k == 0b011)
+                    plain = weight * kernel.plain
+                    apart = Split(depth, inside, weight * fast, kernel.drag, plain)
             return Work(
                 classes,
                 weight * flops,
@@ -366,6 +395,7 @@ class Workload:
                 stored,
                 split[2],
                 near_bytes=weight * NEAR * fast,
+                split=apart,
             )
         flops *= self.fused.factor(call)
         kernels = weight if self.fused.first_product(call) == op.index else 0.0

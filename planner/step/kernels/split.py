@@ -1,0 +1,63 @@
+"""Products on a TPU whose contraction is split.
+
+XLA:TPU keeps an operand that fits in the fast memory beside the processor there, and multiplies
+tiles of whole rows by whole columns. If neither operand fits and the contraction is long, tiles
+cover a part of it: a finished tile is written while the matrix unit waits, and every other array
+that the kernel reads or writes makes the tiles smaller, so that operands are read more often.
+docs/explanation/compute.md has the figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+DEEP = 2560
+"""Longest contraction that is not split."""
+DRAG = 0.19
+"""How much longer a product with a split contraction takes for each further array that its kernel
+reads or writes, up to ``MOST``: 1.09 to 1.28 times for one, 1.32 to 1.58 for two and 1.48 to 1.63
+for three (libtpu 0.0.42; v5e, v5p, v6e, tpu7x)."""
+MOST = 3
+"""Number of such arrays from which on there is no difference."""
+
+
+def drag(arrays: int) -> float:
+    """How many times longer such a product takes with ``arrays`` further arrays."""
+    return 1.0 + DRAG * min(arrays, MOST)
+
+
+@dataclass(frozen=True)
+class Split:
+    """What a product takes if its contraction is split.
+
+    Attributes:
+        depth: length of the contraction; ``contracted``: the classes of its factors.
+        fast_bytes: operands with at most this traffic over the step stay in fast memory.
+        drag: times its FLOPs, for further arrays.
+        result_bytes: bytes of its result in the vector unit over the step.
+    """
+
+    depth: float
+    contracted: tuple[int, ...]
+    fast_bytes: float
+    drag: float
+    result_bytes: float
+
+    def applies(
+        self, operands: Sequence[Array], cut: Callable[[tuple[int, ...]], Array]
+    ) -> NDArray[np.bool_]:
+        """Whether the contraction is split on a device.
+
+        Args:
+            operands: bytes of a device's part of each operand over the step.
+            cut: the number of pieces into which some classes, given by index, are cut together.
+        """
+        deep = self.depth / cut(self.contracted) > DEEP
+        split: NDArray[np.bool_] = deep & (np.minimum(*operands) > self.fast_bytes)
+        return split
