@@ -19,17 +19,16 @@ Array = NDArray[np.float64]
 
 DEEP = 2560
 """Longest contraction that is not split."""
-DRAG = 0.19
-"""How much longer a product with a split contraction takes for each further array that its kernel
-reads or writes, up to ``MOST``: 1.09 to 1.28 times for one, 1.32 to 1.58 for two and 1.48 to 1.63
-for three (libtpu 0.0.42; v5e, v5p, v6e, tpu7x)."""
-MOST = 3
-"""Number of such arrays from which on there is no difference."""
+DRAGS = (1.0, 1.15, 1.36)
+"""How many times longer a product with a split contraction takes if its kernel reads or writes no
+further array, one, or more. Compiled: 1.09 to 1.28 for one, 1.32 to 1.58 for two, 1.48 to 1.63 for
+three (libtpu 0.0.42; v5e, v5p, v6e, tpu7x). What the model counts as read by two products in front
+of their multiplication is often written once, so more than two count as two."""
 
 
 def drag(arrays: int) -> float:
     """How many times longer such a product takes with ``arrays`` further arrays."""
-    return 1.0 + DRAG * min(arrays, MOST)
+    return DRAGS[min(arrays, len(DRAGS) - 1)]
 
 
 @dataclass(frozen=True)
