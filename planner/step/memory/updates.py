@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from planner.graph.ir import PRODUCTS, Graph, Phase
+from planner.graph.ir import PRODUCTS, Graph, Op, Phase
 from planner.space.groups import GroupLink, Groups
 from planner.step.memory.liveness import PASSES
 
@@ -50,10 +50,18 @@ def gradients_in_updates(
         within = groups.fusable[op.index] and not op.kind.startswith(ACROSS)
         if op.kind in ("transpose", "convert_element_type") and op.inputs[0] in root:
             root[op.outputs[0]] = root[op.inputs[0]]
-        elif not within or op.kind in PASSES or op.phase is not Phase.UPDATE:
+        elif not within or op.kind in PASSES or not _in_update(op, made_of):
             written.update(made_of)
             continue
         for o in op.outputs:
             behind[o] = made_of
     written.update(root[o] for o in graph.outputs if o in root)
     return frozenset(root.values()) - written
+
+
+def _in_update(op: Op, gradients: frozenset[int]) -> bool:
+    """Whether an operation that reads gradients runs with an update: it is a part of one, or adds
+    what other operations contribute to a gradient, such as those of a table that is also the
+    weights of a product."""
+    adds = op.kind in ("add_any", "convert_element_type")
+    return op.phase is Phase.UPDATE or (adds and len(gradients) == 1)
