@@ -175,10 +175,9 @@ def test_of_what_waits_on_the_host_the_best_is_found(seed: int) -> None:
 def test_what_waits_on_the_host_is_chosen_where_it_is_faster(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A scanned decoder that memory slows down: with room on the host its output of attention
-    waits there, without, more microbatches and collectives take longer. With less memory the
-    plans that a quick search finds wait on the host, and a longer search finds a faster one that
-    does not: room on the host must not hide it."""
+    """A scanned decoder in one microbatch that memory slows down: with room on the host its output
+    of attention waits there, without, more is computed again. Where microbatches are chosen, too,
+    the fastest plan does not use the host: room there must not hide it."""
     monkeypatch.syspath_prepend(Path(__file__).resolve().parents[2] / "examples")
     import llama
 
@@ -187,10 +186,11 @@ def test_what_waits_on_the_host_is_chosen_where_it_is_faster(
     make_state, step, batch = llama.build(config)
     args = jax.eval_shape(make_state), batch
     asked: dict[str, Any] = {"cluster": "v6e:2x4", "donate_argnums": 0}
-    plan = make_plan(step, *args, **asked, memory="0.8GB")
+    one: dict[str, Any] = {**asked, "memory": "0.65GB", "microbatches": 1}
+    plan = make_plan(step, *args, **one)
     assert plan.remat.startswith("offload:") and plan.chunks > 1
-    assert plan.prediction.host_bytes > 0 and plan.prediction.peak_bytes <= 0.8e9
-    other = make_plan(step, *args, **asked, memory="0.8GB", host_memory="1MB")
+    assert plan.prediction.host_bytes > 0 and plan.prediction.peak_bytes <= 0.65e9
+    other = make_plan(step, *args, **one, host_memory="1MB")
     assert not other.remat.startswith("offload") and other.prediction.host_bytes == 0
     assert plan.prediction.step_s < 0.98 * other.prediction.step_s
     tight = make_plan(step, *args, **asked, memory="0.7GB")
