@@ -87,7 +87,18 @@ def test_parameters_that_enter_microbatches_are_sent_as_products_read_them(read:
     whole = 4 * 6 * 64 * 64
     share = 0.5 if read == "product" else 1.0
     assert link.nbytes == pytest.approx(share * whole)
-    held = [b for b in sent(found, lambda x: x is link) if b.layout == link.dst]
-    assert [b.nbytes for b in held if b.value == stack and b.group == link.b] == [
-        pytest.approx(share * whole, rel=0.06)
-    ]
+    for buffers in (sent(found, lambda x: x is link), found.buffers):  # of a plan, of the search
+        held = [b for b in buffers if b.value == stack and b.group == link.b]
+        assert [b.nbytes for b in held] == [pytest.approx(share * whole, rel=0.11)]
+    inner = {op.outputs[op.inputs.index(stack)] for op in graph.ops if stack in op.inputs}
+    copies = {
+        o
+        for op in graph.ops
+        if op.kind == "optimization_barrier"
+        for i, o in zip(op.inputs, op.outputs, strict=True)
+        if i in inner
+    }
+    assert copies
+    held = [b for b in sent(found, lambda x: x is link) if b.value in copies]
+    # what came as bfloat16 is not converted again; a float32 stack is, for the backward loop
+    assert len(held) == (0 if read == "product" else 1)

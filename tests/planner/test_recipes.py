@@ -310,13 +310,13 @@ class Fake:
 @pytest.mark.parametrize(
     ("rows", "best", "planned"),
     [
-        ([(1.0, 0.9, 1.0), (1.1, 0.9, 0.8)], 0, 1),  # a look that held
+        ([(1.0, 0.9, 1.0), (1.1, 0.9, 0.8)], 0, 1),  # a quick search that was right
         ([(1.0, 0.9, 1.2), (1.1, 0.9, 1.05)], 1, 2),  # one that did not
         ([(1.0, 0.9, 1.2), (1.1, 1.2, 1.0)], 0, 1),  # a bound that leaves no hope
-        ([(1.0, 0.9, 1.0), (1.001, 0.9, 0.95)], 1, 2),  # two that a look can't tell apart
+        ([(1.0, 0.9, 1.0), (1.001, 0.9, 0.95)], 1, 2),  # two that a quick search can't order
         ([(1.0, 0.9, None), (1.1, 0.9, 1.3)], 1, 2),  # it does not fit after all
         ([(1.0, 0.9, 1.0), (1.09, 0.8, 0.9)], 1, 2),  # a bound that leaves much to a longer search
-        ([(1.0, 0.9, 1.0), (1.2, 0.8, 0.9)], 0, 1),  # but a look that takes 1.2 times as long
+        ([(1.0, 0.9, 1.0), (1.2, 0.8, 0.9)], 0, 1),  # but 1.2 times as slow in the quick search
     ],
 )
 def test_recipes_are_planned_whole_while_a_look_promises_more(
