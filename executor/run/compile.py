@@ -9,14 +9,21 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from executor.processes.agreement.alike import compare_arguments, compare_program
 from executor.processes.progress import begin_step, refuse_step
 from executor.run.decisions import applied
 from executor.run.interpret import Kept, returned
-from executor.run.lowered import LoweredStep, lower_plan
-from executor.run.mesh import build_mesh, lacks_memory, mesh_axes, named_sharding
+from executor.run.lowered import LoweredPlan, LoweredStep, lower_plan
+from executor.run.mesh import (
+    build_mesh,
+    is_local,
+    lacks_memory,
+    mesh_axes,
+    named_sharding,
+    spread,
+    without_devices,
+)
 from planner import compat
 from planner.arguments.calls import Bound, Calls, Indices, Names
 from planner.arguments.metadata import with_logical_axis_rules
@@ -24,7 +31,7 @@ from planner.arguments.outcome import kept_leaves
 from planner.errors import RequestError
 from planner.graph.trace import Traced, abstract, trace
 from planner.plan.compiled.lowering import PLAIN
-from planner.plan.compiled.option_sets import NAMES, without_defaults
+from planner.plan.compiled.option_sets import options_on, without_defaults
 from planner.plan.plan import Plan
 from planner.recipes import rewritten
 from planner.space.decisions.host_memory import DEVICE
@@ -68,13 +75,7 @@ class CompiledStep:
             plan = dataclasses.replace(plan, lowering=PLAIN)
         axes = mesh_axes(plan)
         self.mesh = (
-            jax.sharding.AbstractMesh(
-                plan.mesh.sizes,
-                plan.mesh.names,
-                axis_types=(jax.sharding.AxisType.Auto,) * len(plan.mesh.sizes),
-            )
-            if abstract_mesh
-            else build_mesh(plan.mesh, devices, axes)
+            without_devices(plan.mesh) if abstract_mesh else build_mesh(plan.mesh, devices, axes)
         )
         lowered = lower_plan(plan, traced, self.mesh, axes)
         away = self._away(plan)
@@ -88,30 +89,13 @@ class CompiledStep:
         left = [on_mesh(leaf.spec) if leaf.memory in away else None for leaf in plan.outputs]
         self.in_shardings = jax.tree_util.tree_unflatten(traced.in_tree, ins)
         out_shardings = jax.tree_util.tree_unflatten(traced.out_tree, outs)
-        expected = self._expected = [(leaf.shape, leaf.dtype) for leaf in plan.inputs]
-        kinds, decided = [op.kind for op in traced.graph.ops], applied(plan)
-        sources = [op.source for op in traced.graph.ops]
-
+        self._expected = [(leaf.shape, leaf.dtype) for leaf in plan.inputs]
         self._donated = donated_leaves(traced, donate_argnums)
         self._back = back = tuple(
             k for k in kept_leaves(traced.out_shape) if k in frozenset(self._donated)
         )
         self._weak = weak_leaves(traced)
-
-        def step(*args: Any) -> Any:
-            leaves, tree = jax.tree_util.tree_flatten(args)
-            got = [
-                (compat.aval_shape(x.aval if hasattr(x, "aval") else x), compat.dtype_name(x))
-                for x in leaves
-            ]
-            if tree != traced.in_tree or got != expected:
-                raise ShapesChangedError
-            given = [x if k is None else Kept(x, *k) for x, k in zip(leaves, hosted, strict=True)]
-            walk = LoweredStep(kinds, lowered, decided, sources).known_as(given, ins)
-            flat = walk.run(traced.jaxpr, given)
-            result = jax.tree_util.tree_unflatten(traced.out_tree, returned(flat, left))
-            return (result, [leaves[k] for k in back]) if back else result
-
+        step = self._function(plan, lowered, ins, hosted, left)
         step.__name__ = step.__qualname__ = name
         results = (out_shardings, [ins[k] for k in back]) if back else out_shardings
         self._jit = functools.partial(
@@ -132,6 +116,44 @@ class CompiledStep:
         self._foreign = self._compared = False
         self._many = not abstract_mesh and jax.process_count() > 1
         self._spans = self._many and len({d.process_index for d in self.mesh.devices.flat}) > 1
+
+    def _function(
+        self,
+        plan: Plan,
+        lowered: LoweredPlan,
+        ins: Sequence[jax.sharding.NamedSharding],
+        hosted: Sequence[tuple[jax.sharding.NamedSharding, Any] | None],
+        left: Sequence[jax.sharding.NamedSharding | None],
+    ) -> Any:
+        """The function to jit: the step with what the plan says about each operation.
+
+        Args:
+            plan: the plan.
+            lowered: what its operations need.
+            ins: per argument, its sharding.
+            hosted: per argument in another memory, its sharding on the device, and where it is
+                fetched.
+            left: per result in another memory, its sharding on the device.
+        """
+        traced, expected, back = self.traced, self._expected, self._back
+        kinds, decided = [op.kind for op in traced.graph.ops], applied(plan)
+        sources = [op.source for op in traced.graph.ops]
+
+        def step(*args: Any) -> Any:
+            leaves, tree = jax.tree_util.tree_flatten(args)
+            got = [
+                (compat.aval_shape(x.aval if hasattr(x, "aval") else x), compat.dtype_name(x))
+                for x in leaves
+            ]
+            if tree != traced.in_tree or got != expected:
+                raise ShapesChangedError
+            given = [x if k is None else Kept(x, *k) for x, k in zip(leaves, hosted, strict=True)]
+            walk = LoweredStep(kinds, lowered, decided, sources).known_as(given, ins)
+            flat = walk.run(traced.jaxpr, given)
+            result = jax.tree_util.tree_unflatten(traced.out_tree, returned(flat, left))
+            return (result, [leaves[k] for k in back]) if back else result
+
+        return step
 
     def _away(self, plan: Plan) -> dict[str, str]:
         """The memory kinds other than the device's that the plan uses and the devices have."""
@@ -159,7 +181,7 @@ class CompiledStep:
 
     def _parted(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Arguments with local arrays laid out over the devices; no communication."""
-        if not any(_is_local(x) for x in jax.tree_util.tree_leaves(args)):
+        if not any(is_local(x) for x in jax.tree_util.tree_leaves(args)):
             return args
 
         parted: tuple[Any, ...] = jax.tree.map(spread, args, self.in_shardings)
@@ -307,19 +329,14 @@ class CompiledStep:
 
 
 def _options(plan: Plan, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> dict[str, str]:
-    """The plan's compiler options, without those that a plan has for TPUs by default or since it
-    was confirmed if it runs on other devices."""
-    options = dict(plan.compiler_options)
+    """The plan's compiler options for the devices of a mesh."""
     if isinstance(mesh, jax.sharding.AbstractMesh):
-        return options
+        return dict(plan.compiler_options)
     platform = mesh.devices.flat[0].platform
-    if platform == "tpu":
-        return options
-    options = dict(without_defaults(plan.compiler_options))
-    away = sorted(NAMES & options.keys()) if plan.confirmed is not None else []
+    options, away = options_on(platform, plan.compiler_options, plan.confirmed is not None)
     if away:
         log.warning("%s devices have no compiler options %s: left out", platform, ", ".join(away))
-    return {name: value for name, value in options.items() if name not in away}
+    return dict(options)
 
 
 def donated_leaves(traced: Traced, donate_argnums: int | Sequence[int]) -> tuple[int, ...]:
@@ -355,28 +372,9 @@ def _is_weak(x: Any) -> bool:
     return type(x) in (int, float, complex) or bool(getattr(x, "weak_type", False))
 
 
-def spread(x: Any, sharding: jax.sharding.Sharding) -> Any:
-    """Lay out an array that is local to this process, or to each process, over the devices; other
-    arrays are returned unchanged. No communication."""
-    if not _is_local(x):
-        return x
-    if jax.numpy.issubdtype(getattr(x, "dtype", np.int32), jax.dtypes.prng_key):
-        keys = spread(jax.random.key_data(x), sharding)
-        return jax.random.wrap_key_data(keys, impl=jax.random.key_impl(x))
-    host = np.asarray(x)
-    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
-
-
 def is_inside(args: Any) -> bool:
     """Whether a transformation, such as ``jax.jit``, is tracing a call with these arguments."""
     return any(isinstance(x, jax.core.Tracer) for x in jax.tree_util.tree_leaves(args))
-
-
-def _is_local(x: Any) -> bool:
-    """Whether an array is local to this process: a host array, or one on its devices only."""
-    if isinstance(x, jax.core.Tracer):
-        return False
-    return not isinstance(x, jax.Array) or x.is_fully_addressable
 
 
 class _Unplanned:

@@ -65,6 +65,12 @@ def physical_axes(mesh: MeshSpec, shape: Sequence[int]) -> Axes:
     return {name: out[name] for name in mesh.names}
 
 
+def without_devices(mesh: MeshSpec) -> jax.sharding.AbstractMesh:
+    """A jax mesh of Auto axes that has no devices."""
+    auto = (jax.sharding.AxisType.Auto,) * len(mesh.sizes)
+    return jax.sharding.AbstractMesh(mesh.sizes, mesh.names, axis_types=auto)
+
+
 def build_mesh(
     mesh: MeshSpec, devices: Sequence[jax.Device] | None = None, axes: Axes | None = None
 ) -> jax.sharding.Mesh:
@@ -201,3 +207,22 @@ def detected_memory(cluster: str, devices: Sequence[jax.Device] | None = None) -
             "correct it, or pass memory="
         )
     return share * parse_cluster(cluster).device.memory_bytes
+
+
+def spread(x: Any, sharding: jax.sharding.Sharding) -> Any:
+    """Lay out an array that is local to this process, or to each process, over the devices; other
+    arrays are returned unchanged. No communication."""
+    if not is_local(x):
+        return x
+    if jax.numpy.issubdtype(getattr(x, "dtype", np.int32), jax.dtypes.prng_key):
+        keys = spread(jax.random.key_data(x), sharding)
+        return jax.random.wrap_key_data(keys, impl=jax.random.key_impl(x))
+    host = np.asarray(x)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def is_local(x: Any) -> bool:
+    """Whether an array is local to this process: a host array, or one on its devices only."""
+    if isinstance(x, jax.core.Tracer):
+        return False
+    return not isinstance(x, jax.Array) or x.is_fully_addressable

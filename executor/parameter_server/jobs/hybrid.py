@@ -17,8 +17,8 @@ import numpy as np
 
 from executor.parameter_server.jobs import joined
 from executor.processes.bootstrap import agree
-from executor.run.compile import CompiledStep, spread
-from executor.run.mesh import detect_cluster
+from executor.run.compile import CompiledStep
+from executor.run.mesh import detect_cluster, spread
 from planner.errors import RequestError
 from planner.graph.lookups.rows import Ids, padded, unique_rows
 from planner.graph.lookups.tables import LookUps, find_lookups

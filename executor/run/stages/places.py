@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from executor.run.compile import spread
+from executor.run.mesh import spread
 from planner.spec import STAGE
 from planner.stages.programs.homes import ALL
 

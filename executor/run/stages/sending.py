@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from executor.run.compile import spread
+from executor.run.mesh import spread
 from executor.run.stages.places import Places, absent, split_first
 from planner.errors import RequestError
 from planner.spec import STAGE

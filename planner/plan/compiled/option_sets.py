@@ -117,6 +117,17 @@ def without_defaults(options: Options) -> Options:
     return tuple(option for option in options if option not in DEFAULT)
 
 
+def options_on(platform: str, options: Options, confirmed: bool) -> tuple[Options, tuple[str, ...]]:
+    """A plan's options for the devices that it runs on, and the names of those left out that the
+    user may miss. Other devices than TPUs get none that a plan has for TPUs by default, or since it
+    was confirmed."""
+    if platform == "tpu":
+        return options, ()
+    given = without_defaults(options)
+    away = tuple(sorted(NAMES.intersection(dict(given)))) if confirmed else ()
+    return tuple((name, value) for name, value in given if name not in away), away
+
+
 def options_text(options: Options) -> str:
     """Options as the summary of a plan shows them: known sets by what they do."""
     default = tuple(option for option in options if option in DEFAULT)
